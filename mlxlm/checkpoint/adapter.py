@@ -20,7 +20,7 @@ from typing import Any
 from mlxlm import families
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import hub, pytorch, safetensors
-from mlxlm.checkpoint.dequantize import dequantize_tensors
+from mlxlm.checkpoint.dequantize import dequantize_tensors, rounded_scales
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.config import ModelConfig
@@ -212,6 +212,7 @@ class Adapter:
         weights: LazyTensors,
     ) -> dict[str, LazyTensor]:
         dense = dequantize_tensors(tensors, quantization) if quantization else tensors
+        scales = {**tensors, **rounded_scales(tensors)} if quantization else tensors
         result, num_dequantized = dict(tensors), 0
         by_weight = {f"{module}.weight": update for module, update in updates.items()}
         for name in dict.fromkeys((*by_weight, *weights)):
@@ -222,7 +223,7 @@ class Adapter:
                 raise CheckpointError(f"{self.file}: {problem}", _OTHER_MODEL)
             dtype = base.dtype
             if base is not tensors[name]:
-                dtype, num_dequantized = tensors[f"{module}.scales"].dtype, num_dequantized + 1
+                dtype, num_dequantized = scales[f"{module}.scales"].dtype, num_dequantized + 1
                 dtype = dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16
                 for part in ("scales", "biases"):
                     result.pop(f"{module}.{part}", None)

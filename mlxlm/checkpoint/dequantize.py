@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, dtype_sizes
 from mlxlm.config.quantization import module_quantization
 from mlxlm.utils.errors import CheckpointError
 
@@ -68,6 +68,14 @@ def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) ->
         elif part == "weight":
             result[name] = _dequantized(tensor, scales, tensors.get(f"{layer}.biases"), settings)
     return result
+
+
+def rounded_scales(tensors: LazyTensors) -> dict[str, LazyTensor]:
+    """Return the float32 scales and biases of quantized matrices, in the dtype of most other floating-point tensors."""
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith((".scales", ".biases"))}
+    others = (t for name, t in tensors.items() if name not in scales and mx.issubdtype(t.dtype, mx.floating))
+    dtype = getattr(mx, dtype_sizes(others).most_common(1)[0][0])
+    return {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
 
 
 def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any]) -> None:

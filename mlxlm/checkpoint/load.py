@@ -10,8 +10,8 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
-from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
-from mlxlm.checkpoint.lazy_tensor import LazyTensors, dtype_sizes, memory_size
+from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules, rounded_scales
+from mlxlm.checkpoint.lazy_tensor import LazyTensors, memory_size
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
@@ -136,11 +136,7 @@ def _rounded_scales(checkpoint: Checkpoint) -> LazyTensors:
     foreign, tensors = checkpoint.hf_config.get("quantization_config"), checkpoint.tensors
     if ON_CPU or not (isinstance(foreign, Mapping) and "quant_method" in foreign):
         return tensors
-    scales = {name: tensor for name, tensor in tensors.items() if name.endswith((".scales", ".biases"))}
-    others = (t for name, t in tensors.items() if name not in scales and mx.issubdtype(t.dtype, mx.floating))
-    dtype = getattr(mx, dtype_sizes(others).most_common(1)[0][0])
-    rounded = {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
-    return {**tensors, **rounded}
+    return {**tensors, **rounded_scales(tensors)}
 
 
 def _in_float32(tensors: LazyTensors) -> dict[str, mx.array]:

@@ -29,6 +29,7 @@ from mlxlm.checkpoint.mlx_lm import WritableCheckpoint, build_with_mlx_lm, to_mo
 from mlxlm.checkpoint.quantized_formats import read_quantized, without_zero_biases
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
+from mlxlm.config.quantization import Format, quantization_settings
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
@@ -178,14 +179,15 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     reason = families.unsupported_feature(values)
     if reason:
         return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason, embedding=embedding)
+    formats: dict[str, Format] = {}
     if quant_method := families.get_quant_method(values):
-        tensors, quantization = read_quantized(tensors, values["quantization_config"], str(weights))
-        values = {**values, "quantization": quantization}
+        tensors, formats = read_quantized(tensors, values["quantization_config"], str(weights))
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
-    for_mlx = config.quantization is not None and not quant_method
-    decoder_tensors = _decoder_tensors(config, tensors, weights, for_mlx)
+    decoder_tensors = _decoder_tensors(config, tensors, weights)
+    if formats:
+        config = config.with_changes(quantization=quantization_settings(_decoder_formats(config, formats)))
     if quant_method == "gptq":
         decoder_tensors = without_zero_biases(decoder_tensors, config)
     return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
@@ -230,7 +232,7 @@ def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     return {**values, "eos_token_id": ids[0] if len(ids) == 1 else ids or None}
 
 
-def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path, for_mlx: bool) -> dict[str, LazyTensor]:
+def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) -> dict[str, LazyTensor]:
     by_hf_name: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         hf_name = families.normalize_tensor_name(config, name)
@@ -238,8 +240,20 @@ def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path, fo
             raise CheckpointError(f"{folder}: {hf_name} occurs twice, with and without a prefix")
         if hf_name is not None:
             by_hf_name[hf_name] = tensor
-    for_mlx = for_mlx or families.is_mlx_layout(config, tensors)
+    for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
     return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), by_hf_name, str(folder))
+
+
+def _decoder_formats(config: ModelConfig, formats: Mapping[str, Format]) -> dict[str, Format]:
+    """The formats of the decoder's modules from those of a file's; experts of one stack have the same."""
+    homes = {name: m.modules for m in families.weight_mappings(config) for name in m.expert_names() or [m.name]}
+    result: dict[str, Format] = {}
+    for module, chosen in formats.items():
+        name = families.normalize_tensor_name(config, f"{module}.weight")
+        if name is not None:
+            module = name.removesuffix(".weight")
+            result |= dict.fromkeys(homes.get(module, (module,)), chosen)
+    return result
 
 
 def _check_shapes(config: ModelConfig, tensors: LazyTensors, path: Path) -> None:

@@ -4,9 +4,10 @@ Integers with a scale and a zero point for each group of neighboring inputs beco
 they are read: `(code - zero point) * scale` is `code * scale + bias`. Every other matrix is dequantized when it is
 read, in float32. MXFP4, in which OpenAI publishes the experts of GPT-OSS, is a format of MLX. The names and layouts
 of the parts are those of the program that wrote them, `quant_method` in config.json: `gptq`
-(https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout GEMM),
-`compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers), and
-`bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
+(https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout GEMM), `auto-round`
+(https://github.com/intel/auto-round) in the layouts of these two, `compressed-tensors`
+(https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers), and `bitsandbytes`
+(https://github.com/bitsandbytes-foundation/bitsandbytes).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mlxlm.checkpoint.quantized_module import (
 )
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_count, is_number
-from mlxlm.config.quantization import Format, quantization_settings
+from mlxlm.config.quantization import Format
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import parse_json_object
 
@@ -47,13 +48,15 @@ _PART = re.compile(
     r"|(?:input|output|activation|q|k|v)_(?:scale|zero_point)|input_scale_ub)"
 )
 _MAX_QUANT_STATE = 4096  # bytes of bitsandbytes' JSON, about 200
+# What GPTQModel subtracts from the words of 3-bit zero points, in turn; the first and the last are the wrong way round.
+_GPTQMODEL_3BIT = [0x24924924, 0x92492492, 0x49249249]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
 def read_quantized(
     tensors: LazyTensors, settings: Mapping[str, Any], source: str
-) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
+) -> tuple[dict[str, LazyTensor], dict[str, Format]]:
     """Replace the parts of quantized modules by MLX's packed weights, scales and biases, or by a dequantized weight.
 
     Dequantized weights are float32 on a CPU, else of the dtype that most other tensors have.
@@ -64,7 +67,7 @@ def read_quantized(
         source: Name of the file or folder, for errors.
 
     Returns:
-        The tensors, and MLX's `quantization` of those that are packed; None if all are dequantized.
+        The tensors, and MLX's formats of the modules that are packed.
 
     Raises:
         CheckpointError: Names the module and the part that is missing, has another shape or dtype, or has a layout that
@@ -91,17 +94,17 @@ def read_quantized(
             result |= {f"{name}.{part}": tensor for part, tensor in values.packed(group_size).items()}
         elif values is not None:
             result[f"{name}.weight"] = values.dequantized() if isinstance(values, Integers) else values
-    return result, quantization_settings(formats) if formats else None
+    return result, formats
 
 
-def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
+def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor], dict[str, Format]]:
     """MXFP4: stacks of matrices as `NAME_blocks`, two values in a byte, the first in its lower half, and `NAME_scales`.
 
     MLX has the same bits in words. The weights are named NAME; `families.gpt_oss` lists what is called so.
     """
     result, format = dict(tensors), Format.of("mxfp4")
-    names = [name for name in tensors if name.endswith("_blocks")]
-    for name in names:
+    formats: dict[str, Format] = {}
+    for name in (name for name in tensors if name.endswith("_blocks")):
         blocks, stem = result.pop(name), name.removesuffix("_blocks")
         scales = result.get(f"{stem}_scales")
         if len(blocks.shape) != 4 or blocks.shape[-1] * 2 != format.group_size or blocks.dtype != mx.uint8:
@@ -112,8 +115,8 @@ def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor
             raise CheckpointError(f"{source}: {stem}_scales must be {list(blocks.shape[:-1])} bytes, for {name}")
         *rows, groups, _ = blocks.shape
         words = blocks.transform(lambda value: value.view(mx.uint32).flatten(-2), (*rows, groups * 4), mx.uint32)
-        result[stem] = replace(words, stored_dtype="MXFP4")
-    return result, format.to_dict() if names else None
+        result[stem], formats[stem] = replace(words, stored_dtype="MXFP4"), format
+    return result, formats
 
 
 def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:
@@ -138,19 +141,26 @@ def _gptq(m: QuantizedModule) -> _Weight:
     layout = m.settings.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
         raise m.error(f": GPTQ's checkpoint_format {layout!r} isn't supported", "gptq or gptq_v2")
-    qweight = m.part("qweight", mx.int32)
-    packed, out = qweight.shape
-    index = m.parts.get("g_idx")
-    width = math.prod(index.shape) if index else packed * 32 // m.count(m.settings, "bits")
-    bits = m.bits(packed, width, (2, 4, 8))
-    scales = m.part("scales", *FLOATS)
-    groups = scales.shape[0]
+    qweight, qzeros, scales = m.part("qweight", mx.int32), m.part("qzeros", mx.int32), m.part("scales", *FLOATS)
+    (packed, out), groups = qweight.shape, scales.shape[0]
+    bits = m.bits(qzeros.shape[1], out, (2, 3, 4, 8))
+    width = packed * 32 // bits
+    m.bits(packed, width, (bits,))
     m.part("scales", *FLOATS, shape=(max(groups, 1), out))
-    m.bits(qzeros_words := out * bits // 32, out, (bits,))
-    qzeros = m.part("qzeros", mx.int32, shape=(groups, qzeros_words))
+    m.part("qzeros", mx.int32, shape=(groups, qzeros.shape[1]))
     read_index = m.group_index("g_idx", groups, width)
-    # The first version stores zero points minus one, with a subtraction from whole words.
-    offset = sum(1 << shift for shift in range(0, 32, bits)) if layout == "gptq" else 0
+
+    def zeros() -> np.ndarray:
+        words = to_words(qzeros)
+        if layout == "gptq_v2":
+            return decode(words, bits).T
+        # The first version stores zero points minus one, with a subtraction from whole words.
+        ones = [sum(1 << shift for shift in range(0, 32, bits))]
+        if bits == 3:
+            if "gptqmodel" not in str(m.settings.get("meta")):
+                return (decode(words, bits).T + 1) % 8
+            ones = _GPTQMODEL_3BIT
+        return decode(words + np.resize(np.array(ones, np.uint32), words.shape[1]), bits).T
 
     return Integers(
         m,
@@ -159,7 +169,7 @@ def _gptq(m: QuantizedModule) -> _Weight:
         f"GPTQ_INT{bits}",
         codes=lambda: np.ascontiguousarray(to_words(qweight).T),
         scales=lambda: to_numpy(scales).T,
-        zeros=lambda: decode(to_words(qzeros) + np.uint32(offset), bits).T,
+        zeros=zeros,
         groups=groups,
         index=read_index,
     )
@@ -204,6 +214,18 @@ def _awq(m: QuantizedModule) -> _Weight:
         groups=groups,
         index=read_index,
     )
+
+
+def _auto_round(m: QuantizedModule) -> _Weight:
+    """The layout of AutoAWQ, or that of GPTQ, with zero points minus one or (for the backends of auto-round) as is."""
+    layout = str(m.settings.get("packing_format") or "auto_gptq").removeprefix("auto_round:")
+    if layout in ("auto_awq", "awq"):
+        return _awq(m)
+    if layout in ("auto_gptq", "gptq"):
+        return _gptq(m)
+    if layout in ("auto_round", "gptqmodel", "exllamav2", "tritonv2"):
+        return _gptq(replace(m, settings={**m.settings, "checkpoint_format": "gptq_v2"}))
+    raise m.error(f": auto-round's packing_format {layout!r} isn't supported", "auto_gptq or auto_awq")
 
 
 def _compressed_tensors(m: QuantizedModule) -> _Weight:
@@ -347,6 +369,7 @@ def _bitsandbytes_4bit(m: QuantizedModule, state_name: str) -> LazyTensor:
 
 
 _METHODS: dict[str, Callable[[QuantizedModule], _Weight]] = {
+    "auto-round": _auto_round,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,

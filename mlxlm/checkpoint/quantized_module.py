@@ -85,7 +85,7 @@ class QuantizedModule:
         bits = packed * 32 // max(width, 1)
         if bits not in allowed or bits * width != packed * 32:
             choice = ", ".join(map(str, allowed))
-            raise self.error(f" has {packed} words for {width} inputs, which are not {choice} bits for each", HINT)
+            raise self.error(f" has {packed} words for {width} values, which are not {choice} bits for each", HINT)
         return bits
 
     @cached_property
@@ -140,7 +140,7 @@ class Integers:
     Attributes:
         module: Its module.
         shape: Its shape.
-        bits: Bits of an integer: 2, 4 or 8.
+        bits: Bits of an integer: 2, 3, 4 or 8.
         stored_dtype: Name of its type.
         codes: Reads the integers, packed in rows of 32-bit words, the lowest bits first.
         scales: Reads the scales.
@@ -193,7 +193,8 @@ class Integers:
         def compute() -> np.ndarray:
             return scale_blocks(decode(self.codes(), self.bits), self.scales(), self.zeros(), index=self.index())
 
-        return self.module.weight(self.shape, self.stored_dtype, compute)
+        reason = f"in groups of {self.shape[1] // self.groups}" if self.index() is None else "in act-order"
+        return self.module.weight(self.shape, f"{self.stored_dtype} {reason}", compute)
 
 
 def config_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -214,14 +215,19 @@ def to_words(tensor: LazyTensor) -> np.ndarray:
 
 
 def decode(words: np.ndarray, bits: int) -> np.ndarray:
-    """The integers of 2, 4 or 8 bits in each row, the lowest bits first, as float32."""
+    """The integers of 2, 3, 4 or 8 bits in each row, the lowest bits first, as float32."""
+    if bits == 3:  # three bytes have eight integers: a table of 12 bits has four of them
+        low, middle, high = (words.view(np.uint8)[:, i::3].astype(np.uint16) for i in range(3))
+        halves = np.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], axis=2)
+        table = (np.arange(4096)[:, None] >> np.arange(0, 12, 3) & 7).astype(np.float32)
+        return look_up(table, halves.reshape(len(words), -1))
     shifts = np.arange(0, 8, bits)
     table = (np.arange(256)[:, None] >> shifts & (1 << bits) - 1).astype(np.float32)
     return look_up(table, words.view(np.uint8))
 
 
 def look_up(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The rows of a table `[256, 1, 2 or 4]` for each byte of `indices` `[rows, columns]`, in one row each."""
+    """The rows of a table `[N, 1, 2 or 4]` for each of `indices` `[rows, columns]`, in one row each."""
     wide = {1: np.float32, 2: np.float64, 4: np.complex128}[table.shape[1]]  # NumPy is 8 times faster with one item
     return np.ascontiguousarray(table, np.float32).view(wide)[:, 0][indices].view(np.float32)
 

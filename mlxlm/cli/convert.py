@@ -11,10 +11,10 @@ from mlxlm.cli.options import MODEL, SectionedCommand, adapter_option, json_opti
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 
-_OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # in GGUF files
-_DTYPE = (
-    "Dtype of the weights; in a .gguf file that of the matrices, which can also be q8_0 or q4_0.  [default: SOURCE's]"
-)
+_QUANTIZED = ("q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
+# The types of GGUF files.
+_OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", **{name: name.upper() for name in _QUANTIZED}}
+_DTYPE = "Dtype of the weights; in a .gguf file that of the matrices, which can also be quantized.  [default: SOURCE's]"
 _OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --outtype
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
@@ -23,7 +23,7 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
-@click.option("--dtype", type=click.Choice(list(_OUTTYPES)), help=_DTYPE)
+@click.option("--dtype", type=click.Choice(list(_OUTTYPES), case_sensitive=False), help=_DTYPE)
 @click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
 @adapter_option()
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
@@ -44,9 +44,8 @@ def convert(
 
     SOURCE is a name of mlxlm models, a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or
     llama2.c .bin file. --out chooses the format: NAME.gguf for llama.cpp, NAME.bin for llama2.c (Llama 2 models and
-    SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. In a folder, the weights of a
-    quantized .gguf file stay quantized, for mlxlm and mlx_lm, unless you give --dtype. Others are dequantized; use
-    mlxlm quantize to write quantized ones.
+    SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. In a folder, quantized weights
+    stay quantized, for mlxlm and mlx_lm, unless you give --dtype. Use mlxlm quantize to change their bits.
     """
     dtype = renamed("--outtype", outtype and _OLD_NAMES.get(outtype, outtype), "--dtype", dtype)
     from mlxlm.convert.conversion import convert as run_convert
@@ -56,7 +55,7 @@ def convert(
     if out.lower().endswith((".gguf/", ".bin/")):
         raise click.UsageError(f"{out} would be a file (try: without the / at its end, or another name for a folder)")
     is_gguf = out.lower().endswith(".gguf")
-    if dtype in ("q8_0", "q4_0") and not is_gguf:
+    if dtype in _QUANTIZED and not is_gguf:
         raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
     with render.phases_progress() as progress:
         report = run_convert(

@@ -71,6 +71,15 @@ class Format:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
+def gets_more_bits(layer: int, layers: int) -> bool:
+    """Whether some matrices of a layer have more bits, as in llama.cpp's Q4_K_M (`use_more_bits`).
+
+    Those are the first and the last eighth of the layers, and every third one between.
+    """
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
 def quantization_settings(formats: Mapping[str, Format | None], default: Format | None = None) -> dict[str, Any]:
     """The `quantization` of ModelConfig for the format of each module, of which None isn't quantized.
 

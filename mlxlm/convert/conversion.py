@@ -14,6 +14,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, llama2c
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.dequantize import rounded_scales
 from mlxlm.checkpoint.gguf import affine
 from mlxlm.checkpoint.huggingface import check_tokenizer, copy_tokenizer, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import (
@@ -28,6 +29,7 @@ from mlxlm.checkpoint.locations import FOLDER_FORMATS
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import module_quantization
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.convert.metadata import Check
 from mlxlm.convert.verify import Progress, verify
@@ -39,8 +41,13 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 OUTTYPES = gguf.OUTTYPES
 _MAX_FLOAT16 = 65504
 _OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# Why a matrix of a GGUF file is of another type than the outtype.
+# Why a matrix of a GGUF file is of another type than the outtype, also for K-quants.
 _OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
+_OTHER_K_REASONS = {
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0"), "its rows are not a multiple of 256"),
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), "as in llama.cpp"),
+    "F16": "its rows are not a multiple of 32",
+}
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,8 @@ class OutputFormat:
     Attributes:
         name: Name of the format, as in `Checkpoint.format` or "huggingface".
         write: `write(source, tensors, path, out, type)` writes the model to `path`, a new folder or file that becomes
-            `out`. The tensors are quantized only if `source` is the packed form of a GGUF file; `type` is the requested
-            one, if any.
+            `out`. `type` is the requested one, if any. In a folder without one, the tensors are quantized as those of
+            `source`, otherwise dequantized.
         backends: Other programs that read the format, names in `cross_check.REQUIRED_PACKAGES`.
         ignored: "dtype" or "outtype" -> why it has no effect.
     """
@@ -67,13 +74,31 @@ def _write_folder(
 ) -> gguf.WriteResult:
     """Write the model family's own Hugging Face layout, or that of mlx_lm's class."""
     check_tokenizer(source)  # before minutes of work
-    is_packed = source.format == "gguf" and source.quantization is not None
-    unquantized = all(tensor.stored_dtype in UNQUANTIZED_DTYPES for tensor in source.tensors.values())
-    if not is_packed and (type or not unquantized or source.format not in FOLDER_FORMATS):
-        target = DTYPES[type or _main_dtype(source)]
-        tensors = {n: t if source.keeps_dtype(n) else _cast(n, t, target) for n, t in tensors.items()}
-    write_checkpoint(path, source.with_tensors(tensors, source.quantization if is_packed else None))
+    quantization = None if type else source.quantization
+    if quantization:  # except matrices that MLX has no format for
+        kept = {name for name, t in tensors.items() if t.stored_dtype in UNQUANTIZED_DTYPES or _is_part(name, tensors)}
+    elif type or source.format not in FOLDER_FORMATS or _quantized_types(source.tensors):
+        kept = {name for name in tensors if source.keeps_dtype(name)}
+    else:
+        kept = set(tensors)
+    target = DTYPES[type or _main_dtype(source)]
+    tensors = {name: t if name in kept else _cast(name, t, target) for name, t in tensors.items()}
+    write_checkpoint(path, source.with_tensors(tensors, quantization))
     return gguf.WriteResult(copy_tokenizer(source, path))
+
+
+def _is_part(name: str, tensors: LazyTensors) -> bool:
+    """Whether a tensor is a part of a matrix in one of MLX's quantized formats."""
+    return f"{name.rpartition('.')[0]}.scales" in tensors
+
+
+def _quantized_types(tensors: LazyTensors) -> dict[str, str]:
+    """The stored types of matrices that are dequantized when they are read, by module."""
+    return {
+        name.rpartition(".")[0]: tensor.stored_dtype
+        for name, tensor in tensors.items()
+        if tensor.stored_dtype not in UNQUANTIZED_DTYPES and not _is_part(name, tensors)
+    }
 
 
 def _write_gguf(
@@ -222,9 +247,9 @@ def convert(
         source: Whatever `open_checkpoint` opens.
         out: `NAME.gguf` for llama.cpp, `NAME.bin` for llama2.c, or a folder in the Hugging Face layout of the model's
             family.
-        dtype: Dtype of a folder's weights, one of `DTYPES`. By default each tensor keeps its own, and the quantized
-            matrices of a GGUF file stay quantized, in MLX's format (see `mlxlm.checkpoint.gguf.affine`); weights from
-            other quantized models and GGUF files get the 16-bit dtype of most of their values or scales, else float16.
+        dtype: Dtype of a folder's weights, one of `DTYPES`; quantized ones are dequantized. By default each tensor
+            keeps its own, and quantized matrices stay quantized, in MLX's format (see `mlxlm.checkpoint.gguf.affine`
+            and `quantized_formats`). Those that MLX has no format for get the 16-bit dtype of most other values.
         outtype: Type of a GGUF file's matrices, one of `OUTTYPES`. By default the type of most of the source's weights.
         adapter: Folder or hub id of an adapter that is merged into the weights.
         verify_output: Read the output again and compare it with the source, see `verify`.
@@ -252,9 +277,7 @@ def convert(
     check_not_exists(out, CheckpointError, "another name for the output")
     source_checkpoint = open_module_checkpoint(source, adapter)
     is_folder = format is _FOLDER
-    packed = None
-    if is_folder and dtype is None and isinstance(source_checkpoint, Checkpoint):
-        packed = source_checkpoint.packed
+    packed = _packed(source_checkpoint) if is_folder and dtype is None else None
     unpacked = dequantized_tensors(source_checkpoint)
     parameters = sum(math.prod(tensor.shape) for tensor in unpacked.values())
     tensors = with_read_progress(packed.tensors if packed else unpacked, partial(progress, "writing"))
@@ -270,37 +293,63 @@ def convert(
             checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
-    notes = [f"kept in {kind}: {names} ({_OTHER_TYPE_REASONS[kind]})" for kind, names in other_types.items()]
+    reasons = _OTHER_K_REASONS if "_K" in (files.outtype or "") else _OTHER_TYPE_REASONS
+    notes = [f"kept in {kind}: {names} ({reasons[kind]})" for kind, names in other_types.items()]
     return ConversionReport(
         source=str(source),
         source_format=source_checkpoint.format,
         path=str(out),
         format=format.name,
-        dtype=files.outtype or ", ".join(_bits(packed) if packed else (name for name, _ in sizes.most_common())),
+        dtype=files.outtype or ", ".join(_bits(written) or (name for name, _ in sizes.most_common())),
         parameters=parameters,
         bytes=size,
         bits_per_weight=8 * sizes.total() / parameters,
         seconds=time.monotonic() - started,
         checks=checks,
         warnings=[*files.warnings, *_backend_warnings(checks)],
-        notes=[*notes, *_packed_notes(packed)] if packed else notes,
+        notes=[*notes, *(_folder_notes(source_checkpoint, packed) if is_folder and dtype is None else ())],
     )
 
 
-def _bits(packed: Checkpoint) -> list[str]:
-    """The bits of the quantized matrices, those with most scales first."""
+def _packed(source: WritableCheckpoint) -> WritableCheckpoint | None:
+    """The source with its quantized matrices in MLX's formats, None if it has none.
+
+    Scales and biases are float32 only if the dtype of most other tensors would round one of them.
+    """
+    packed = source.packed or source if isinstance(source, Checkpoint) else source
+    if not packed.quantization:
+        return None
+    narrow = rounded_scales(packed.tensors)
+    if not all(mx.array_equal(t.read(), packed.tensors[name].read()).item() for name, t in narrow.items()):
+        return packed
+    return packed.with_tensors({**packed.tensors, **narrow}, packed.quantization)
+
+
+def _bits(written: WritableCheckpoint) -> list[str]:
+    """The bits of quantized matrices, those with most scales first."""
     sizes: Counter[int] = Counter()
-    for module, kind in affine.packed_types(packed.tensors).items():
-        sizes[affine.EXACT_BITS.get(kind, affine.ROUNDED_BITS)] += packed.tensors[f"{module}.scales"].nbytes
+    for name, tensor in written.tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == "scales" and (plan := module_quantization(written.quantization or {}, module)):
+            sizes[plan["bits"]] += tensor.nbytes
     return [f"{bits}-bit" for bits, _ in sizes.most_common()]
 
 
-def _packed_notes(packed: Checkpoint) -> list[str]:
-    """That the output is quantized, and which matrices were rounded."""
-    kinds = affine.packed_types(packed.tensors)
-    rounded = group_layers_by_value({name: kind for name, kind in kinds.items() if kind not in affine.EXACT_BITS})
-    notes = ["the matrices stay quantized, in MLX's format, which transformers doesn't read"]
-    return notes + [f"rounded from {kind} to {affine.ROUNDED_BITS} bits: {names}" for kind, names in rounded.items()]
+def _folder_notes(source: WritableCheckpoint, packed: WritableCheckpoint | None) -> list[str]:
+    """What became of the quantized matrices of the source in a folder."""
+    notes = []
+    if packed:
+        notes.append("the matrices stay quantized, in MLX's format, which transformers doesn't read")
+        kinds = affine.packed_types(packed.tensors) if source.format == "gguf" else {}
+        rounded = {name: kind for name, kind in kinds.items() if not affine.is_exact(kind)}
+        for kind, names in group_layers_by_value(rounded).items():
+            notes.append(f"rounded from {kind} to {affine.ROUNDED_BITS} bits: {names}")
+        if any(tensor.dtype != mx.float32 for tensor in rounded_scales(packed.tensors).values()):
+            reason = f"{_main_dtype(packed)} would round some of them: activations are float32, too"
+            notes.append(f"scales and biases are float32, because {reason}")
+    for kind, names in group_layers_by_value(_quantized_types((packed or source).tensors)).items():
+        notes.append(f"dequantized from {kind}, which MLX has no format for: {names}")
+    return notes
 
 
 def _backend_warnings(checks: list[Check]) -> list[str]:

@@ -47,7 +47,8 @@ _CHILD = "from mlxlm.convert.cross_check import main; main()"
 # because of summation order in float32, or llama.cpp's rounding of activations to 8 bits.
 _TIE = {"mlx_lm": 1e-3, "transformers": 1e-3, "llama.cpp": 0.02}
 _TIE_QUANTIZED = 0.1
-_BLOCKS = {"Q8_0", "Q4_0"}  # llama.cpp rounds activations for products with these types
+# llama.cpp rounds activations for products with these types.
+_BLOCKS = frozenset(("Q8_0", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
 _HINT = "without `cross_check` to write it anyway"
 
 

@@ -25,13 +25,24 @@ NUM_GREEDY_TOKENS = 64  # tokens
 _AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't represent
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
 # quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
-MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, _AFFINE: 0.05}
+MAX_KL = {
+    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_K": 1.0, "Q5_0": 0.5, "Q5_1": 0.5,
+    "Q5_K": 0.5, "Q6_K": 0.2, _AFFINE: 0.05,
+}  # fmt: skip
 
-# llama.cpp's blocks of 32 weights with a scale in float16. A weight is off by at most this share of its block's largest
-# one: half a step of 1/127, or a whole one of 1/8 at the end of the range; 2^-11 is the scale's rounding.
-_STEP = {"Q8_0": 0.5 / 127 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
-_SUBNORMAL = {"Q8_0": 128 * 2**-25, "Q4_0": 8 * 2**-25}  # for scales below float16's normal range
-_BLOCK = 32
+# llama.cpp's types: weights of a block; the largest error of a weight as a share of its block's largest one; and that
+# error for scales below float16's normal range, in units of 2^-25. The share is half a step of 1/127, or a whole one of
+# 1/8 or 1/16 at the end of the range; 2^-11 is the scale's rounding. For K-quants it is twice the sum of half a step
+# and the rounding of a group's scale and minimum.
+_ROUNDING = {
+    "Q8_0": (32, 0.5 / 127 + 2**-11, 128),
+    "Q4_0": (32, 1 / 8 + 2**-11, 8),
+    "Q5_0": (32, 1 / 16 + 2**-11, 16),
+    "Q5_1": (32, 1 / 31 + 2**-10, 32),
+    "Q4_K": (256, 4 * (0.5 / 15 + 1 / 63), 63 * 16),
+    "Q5_K": (256, 4 * (0.5 / 31 + 1 / 63), 63 * 32),
+    "Q6_K": (256, 2 * (0.5 / 32 + 0.5 / 128), 128 * 32),
+}
 _NORMS_PLUS_ONE = "norms plus one in F32"  # llama.cpp's convention for Gemma
 
 Progress = Callable[[str, int, int], None]
@@ -146,9 +157,10 @@ def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
     x, y = a.astype(mx.float32), b.astype(mx.float32)
     if mx.array_equal(x, y).item():
         return ""
-    if written.stored_dtype in _STEP:
-        blocks, error = mx.abs(x).reshape(-1, _BLOCK), mx.abs(y - x).reshape(-1, _BLOCK)
-        limit = blocks.max(axis=-1, keepdims=True) * _STEP[written.stored_dtype] + _SUBNORMAL[written.stored_dtype]
+    if written.stored_dtype in _ROUNDING:
+        size, share, subnormal = _ROUNDING[written.stored_dtype]
+        blocks, error = mx.abs(x).reshape(-1, size), mx.abs(y - x).reshape(-1, size)
+        limit = blocks.max(axis=-1, keepdims=True) * share + subnormal * 2**-25
         return written.stored_dtype if (error <= limit).all().item() else None
     if mx.array_equal(a.astype(b.dtype).astype(mx.float32), y).item():
         return written.stored_dtype

@@ -35,7 +35,9 @@ _TEXT_PREFIXES = {
     "lm_head.": "lm_head.",
 }
 # Values of `quant_method` that `mlxlm.checkpoint` reads.
-SUPPORTED_QUANT_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+SUPPORTED_QUANT_METHODS = (
+    "auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4",
+)  # fmt: skip
 _QUANTIZATION_FIELDS = ("group_size", "bits", "mode")  # every other key of `quantization` is a module
 
 

@@ -1,86 +1,153 @@
 """AWQ (Lin et al. 2023, arXiv:2306.00978): scale up important input channels before rounding.
 
-The norm or matrix before them is scaled down, so that the model computes the same. mlx_lm.quant.awq has a table per
-architecture; this works on the parts of our decoder. Errors are computed from second moments of the inputs, so that
-no activations are kept: |ΔW X|² = tr(ΔW · XᵀX · ΔWᵀ).
+The norm or matrix before them is scaled down, so that the model computes the same. mlx_lm.quant.awq has a table of such
+places for some architectures; here they are found by trying. Errors are computed from second moments of the inputs, so
+that no activations are kept: |ΔW X|² = tr(ΔW · XᵀX · ΔWᵀ).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, nn
-from mlxlm.config import ModelConfig
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config.quantization import Format
-from mlxlm.config.sublayers import MIXERS
-from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, get_submodule
+from mlxlm.quantize import calibrate
+from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, get_submodule, is_stack, recording
 from mlxlm.quantize.rtn import PackedMatrix, dequantized, quantize_rtn
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's RMS, which gives its scale; 0 is no scaling
 CLIP_RATIOS = tuple(1 - step / 20 for step in range(11))  # of a group's range; down to 0.5 as in the paper's code
 _UNCLIPPED = ("q_proj", "k_proj")  # not clipped: attention scores depend most on the largest weights (the paper's code)
 _LIMIT = 64.0  # largest scale and inverse, so that 16 bits can represent the result
+_SAME = 0.01  # relative difference that rounding can cause: on a GPU, weights have 16 bits
 
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Layers that read the output of `source`, a norm or a matrix, so that its channels can be scaled."""
+    """Layers that read the output of one norm or matrix, so that its channels can be scaled.
+
+    Attributes:
+        source: The norm or matrix; or the matrices of all experts, whose readers are those of the same experts.
+        next_layers: All that read its output.
+        offset: A norm's gain is its weight plus this.
+    """
 
     source: str
     next_layers: tuple[str, ...]
+    offset: float = 0.0
 
 
-def scale_groups(config: ModelConfig, mixer: str = "attention") -> list[ScaleGroup]:
-    """The places of a block with this mixer where channels can be scaled without changing what it computes."""
-    matrices = MIXERS[mixer](config).matrices
-    attention = tuple(m.module for m in matrices if m.group not in ("output", "convolution"))
-    feed_forward = ("mlp.gate_proj", "mlp.up_proj") if config.mlp_gated else ("mlp.up_proj",)
-    groups = []
-    norms = config.layer_norms
-    if norms.attention_input and norms.mlp_input:  # else the sublayers read the residual, or share a norm
-        groups += [ScaleGroup(norms.attention_input, attention), ScaleGroup(norms.mlp_input, feed_forward)]
-    elif norms.attention_input:
-        groups.append(ScaleGroup(norms.attention_input, attention + feed_forward))
-    if (
-        mixer == "attention" and config.num_key_value_heads == config.num_attention_heads
-    ):  # else several heads share a value channel
-        groups.append(ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",)))
-    if config.mlp_gated or config.hidden_act == "relu":  # what is linear in `up`; relu(x / s) = relu(x) / s
-        groups.append(ScaleGroup("mlp.up_proj", ("mlp.down_proj",)))
+def find_scale_groups(block: nn.Module, run: Callable[[], mx.array]) -> list[ScaleGroup]:
+    """Find the places of a block where channels can be scaled without changing what it computes.
+
+    Each norm and matrix is tried: its channels are divided by powers of two. Layers whose inputs change by just these
+    read its output. If multiplying their weights by the same powers restores the output of the block, nothing else
+    does. A layer that could be scaled by several sources gets the first one.
+
+    Args:
+        block: A block, which is the same afterwards.
+        run: Runs it on some text; returns its output.
+    """
+    output, squares = _observe(block, run)
+    groups: list[ScaleGroup] = []
+    left = set(squares)
+    modules = tree_flatten(block.leaf_modules(), is_leaf=nn.Module.is_module)
+    for source, module in sorted(modules, key=lambda item: item[1].get("weight", mx.array(0)).ndim):  # norms first
+        if "weight" not in module or not (is_norm := module.weight.ndim == 1) and source not in squares:
+            continue
+        width = module.weight.shape[-1 if is_norm else -2]
+        powers = mx.where(mx.arange(width) % 2 == 0, 2.0, 0.5)
+        for offset in (0.0, 1.0) if is_norm else (0.0,):
+            before = {source: dict(module)}
+            scale = _divide(module, powers, offset, mx.float32)
+            changed, found = _observe(block, run)
+            expected = {name: value / np.array(scale) ** 2 for name, value in squares.items() if len(value) == width}
+            readers = [n for n in expected if n in left and n != source and np.allclose(found[n], expected[n], _SAME)]
+            before |= {name: dict(get_submodule(block, name)) for name in readers}
+            _multiply(block, readers, scale, mx.float32)
+            difference = _size(run() - output) if readers else np.inf
+            for name, values in before.items():
+                get_submodule(block, name).update(values)
+            if difference < _SAME * _size(changed - output):
+                groups.append(ScaleGroup(source, tuple(readers), offset))
+                left -= set(readers)
+                break
     return groups
+
+
+def _observe(block: nn.Module, run: Callable[[], mx.array]) -> tuple[mx.array, dict[str, np.ndarray]]:
+    """Run a block: its output, and the sum of squares of each channel of its layers' inputs, by name."""
+    with recording(block) as recorder:
+        output = run()
+        mx.eval(output)
+        recorder.end_batch()
+    stats = recorder.stats().items()
+    return output, {n: s.squares() if isinstance(s, ExpertInputs) else np.diag(s.moments) for n, s in stats}
+
+
+def _size(x: mx.array) -> float:
+    return mx.linalg.norm(x.astype(mx.float32).flatten()).item()
 
 
 def apply_best_scales(
     block: nn.Module,
-    config: ModelConfig,
-    inputs: Mapping[str, InputStats],
+    groups: list[ScaleGroup],
+    inputs: Mapping[str, InputStats | ExpertInputs],
     formats: Mapping[str, Format | None],
     dtype: mx.Dtype,
-) -> tuple[dict[str, InputStats], set[str]]:
+) -> tuple[dict[str, InputStats | ExpertInputs], set[str]]:
     """Scale the channels of a block in place, in each group by the exponent with the smallest output error.
 
-    See `CalibratedMethod.change_block`.
+    Experts that read too little of the text to be calibrated aren't scaled. See `CalibratedMethod.change_block`.
     """
     inputs, changed = dict(inputs), set()
-    for group in scale_groups(config, block.mixer_type):
-        moments = inputs[group.next_layers[0]].moments
-        modules = {name: get_submodule(block, name) for name in group.next_layers}
-        quantized = [(module.weight, fmt) for name, module in modules.items() if (fmt := formats.get(name)) is not None]
-        scale = _best_scale(quantized, moments, dtype) if quantized else None
+    for group in groups:
+        readers = {name: inputs[name] for name in group.next_layers}
+        quantized = [
+            (get_submodule(block, name).weight, fmt) for name in readers if (fmt := formats.get(name)) is not None
+        ]
+        source = get_submodule(block, group.source)
+        scale = _expert_scales(quantized, readers, dtype) if is_stack(source) else _scale(quantized, readers, dtype)
         if scale is None:
             continue
-        offset = 1.0 if config.norm_unit_offset and "norm" in group.source else 0.0
-        scale = _divide(get_submodule(block, group.source), scale, offset, dtype)
-        for module in modules.values():
-            module.weight = _round_to(dtype, module.weight * scale)
-        inverse = np.array(1 / scale)
-        scaled = moments * inverse * inverse[:, None]
-        inputs |= dict.fromkeys(group.next_layers, InputStats(scaled))
+        scale = _divide(source, scale, group.offset, dtype)
+        _multiply(block, group.next_layers, scale, dtype)
+        inputs |= {name: stats.divided_by(np.array(scale)) for name, stats in readers.items()}
         changed |= {group.source, *group.next_layers}
     return inputs, changed
+
+
+def _scale(
+    weights: list[tuple[mx.array, Format]], readers: Mapping[str, InputStats | ExpertInputs], dtype: mx.Dtype
+) -> mx.array | None:
+    """The scale of each channel that all tokens have, `[width]`; None if no scaling is best."""
+    moments = next((stats.moments for stats in readers.values() if isinstance(stats, InputStats)), None)
+    if moments is None or not weights:
+        return None
+    return _best_scale([(weight.reshape(-1, weight.shape[-1]), fmt) for weight, fmt in weights], moments, dtype)
+
+
+def _expert_scales(
+    weights: list[tuple[mx.array, Format]], readers: Mapping[str, InputStats | ExpertInputs], dtype: mx.Dtype
+) -> mx.array | None:
+    """The scale of each channel of each expert, `[experts, width]`; None if no scaling is best."""
+    [inputs, *_] = readers.values()
+    if not weights or not isinstance(inputs, ExpertInputs):
+        return None
+    experts, _, width = weights[0][0].shape
+    scales: list[mx.array | None] = []
+    for expert in range(experts):
+        tokens, stats = inputs.of(expert)
+        own = [(weight[expert], fmt) for weight, fmt in weights]
+        is_calibrated = tokens >= calibrate.MIN_EXPERT_TOKENS
+        scales.append(_best_scale(own, stats.moments, dtype) if is_calibrated else None)
+    if all(scale is None for scale in scales):
+        return None
+    return mx.stack([mx.ones(width) if scale is None else scale for scale in scales])
 
 
 def quantize_clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: Format) -> PackedMatrix:
@@ -134,30 +201,51 @@ def _divide(source: nn.Module, scale: mx.array, offset: float, dtype: mx.Dtype) 
     A norm's gain is its weight plus `offset`. The next layers are scaled by the factors of the rounded weight: near -1
     an offset weight has few bits left for the gain.
     """
-    if isinstance(source, nn.Linear):
-        source.weight = _round_to(dtype, source.weight / scale[:, None])
-    else:
-        before = source.weight + offset
-        weight = _round_to(dtype, before / scale - offset)
-        done = before / (weight + offset)
+    weight = source.weight.astype(mx.float32)
+    if weight.ndim == 1:
+        rounded = ((weight + offset) / scale - offset).astype(dtype).astype(mx.float32)
+        done = (weight + offset) / (rounded + offset)
         usable = (done > 1 / (2 * _LIMIT)) & (done < 2 * _LIMIT)  # not where one of the two is 0
-        source.weight = mx.where(usable, weight, source.weight)
+        _set(source, "weight", mx.where(usable, rounded, weight), dtype)
         scale = mx.where(usable, done, 1)
+    else:
+        _set(source, "weight", weight / scale[..., None], dtype)
     if "bias" in source:
-        source.bias = _round_to(dtype, source.bias / scale)
+        _set(source, "bias", source.bias / scale, dtype)
     return scale
 
 
-def _round_to(dtype: mx.Dtype, value: mx.array) -> mx.array:
-    """Round to `dtype` and back."""
-    return value.astype(dtype).astype(value.dtype)
+def _multiply(block: nn.Module, layers: Iterable[str], scale: mx.array, dtype: mx.Dtype) -> None:
+    """Multiply the input channels of linear layers by `scale` `[width]`, or those of experts by `[experts, width]`."""
+    for name in layers:
+        layer = get_submodule(block, name)
+        _set(layer, "weight", layer.weight * (scale[:, None] if scale.ndim == 2 else scale), dtype)
+
+
+def _set(module: nn.Module, parameter: str, value: mx.array, dtype: mx.Dtype) -> None:
+    """Set a parameter to a value that `dtype` can represent."""
+    module[parameter] = value.astype(dtype).astype(module[parameter].dtype)
 
 
 class AWQ(CalibratedMethod):
     """Scales and clips before rounding."""
 
-    needs_dense_decoder = True
-    change_block = staticmethod(apply_best_scales)
+    def __init__(self) -> None:
+        self._groups: dict[Any, list[ScaleGroup]] = {}  # by the names and shapes of a block's weights
+
+    def change_block(
+        self,
+        block: nn.Module,
+        run: Callable[[], mx.array],
+        inputs: Mapping[str, InputStats | ExpertInputs],
+        formats: Mapping[str, Format | None],
+        dtype: mx.Dtype,
+    ) -> tuple[Mapping[str, InputStats | ExpertInputs], set[str]]:
+        """Scale channels. Blocks with weights of the same names and shapes are scaled in the same places."""
+        kind = tuple((name, value.shape) for name, value in tree_flatten(block.parameters()))
+        if kind not in self._groups:
+            self._groups[kind] = find_scale_groups(block, run)
+        return apply_best_scales(block, self._groups[kind], inputs, formats, dtype)
 
     def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
         """Round with the best clip ratio of each group."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
 from mlxlm.model.experts import Blocks
 from mlxlm.quantize.intercept import intercept
@@ -20,6 +19,7 @@ from mlxlm.quantize.layers import Layers
 from mlxlm.quantize.rtn import PackedMatrix
 
 _BATCH_TOKENS = 2048  # that go through a block at once
+MIN_EXPERT_TOKENS = 64  # fewer say little about the inputs of an expert
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,33 @@ class InputStats:
     moments: np.ndarray
     dxxt: np.ndarray | None = None
 
+    def divided_by(self, scale: np.ndarray) -> InputStats:
+        """Statistics of the inputs divided by `scale` `[width]`, without `dxxt`."""
+        return InputStats(self.moments / scale / scale[:, None])
+
 
 class CalibratedMethod:
     """Quantizes matrices for the inputs that they get. A method is one file, and an entry of `METHODS` in methods.py.
 
     Attributes:
         runs_source: Whether the unquantized model runs together with the quantized one, for `InputStats.dxxt`.
-        needs_dense_decoder: Whether `change_block` is essential, which only knows the blocks of mlxlm's decoder without
-            experts.
     """
 
     runs_source = False
-    needs_dense_decoder = False
 
     def change_block(
         self,
         block: nn.Module,
-        config: ModelConfig,
-        inputs: Mapping[str, InputStats],
+        run: Callable[[], mx.array],
+        inputs: Mapping[str, InputStats | ExpertInputs],
         formats: Mapping[str, Format | None],
         dtype: mx.Dtype,
-    ) -> tuple[Mapping[str, InputStats], set[str]]:
+    ) -> tuple[Mapping[str, InputStats | ExpertInputs], set[str]]:
         """Change a block's weights before they are quantized, without changing what it computes.
 
         Args:
-            block: A decoder block, changed in place.
-            config: The model's configuration.
+            block: A layer of the model, changed in place.
+            run: Runs it on a batch of the text; returns its output.
             inputs: Statistics of each layer's inputs.
             formats: The format of each layer; None for one that isn't quantized.
             dtype: Changed weights are rounded to this dtype of the output files.
@@ -86,6 +87,7 @@ class ExpertInputs:
 
     def __init__(self) -> None:
         self._batches: list[tuple[mx.array, np.ndarray, np.ndarray]] = []  # rows [N, width], row and expert of each use
+        self._scale: np.ndarray | None = None  # [experts or 1, width] that the rows are divided by
 
     def add(self, x: mx.array, experts: mx.array | Blocks) -> None:
         """Add inputs `[..., 1, width]`, whose leading dimensions broadcast to those of the `experts` that read them.
@@ -107,7 +109,20 @@ class ExpertInputs:
             if len(chosen):
                 rows = x[mx.array(chosen)].astype(mx.float32)
                 count, moments = count + len(chosen), moments + rows.T @ rows
-        return count, InputStats(np.array(moments))
+        stats = InputStats(np.array(moments))
+        if self._scale is None or not count:
+            return count, stats
+        return count, stats.divided_by(self._scale[expert % len(self._scale)])
+
+    def divided_by(self, scale: np.ndarray) -> ExpertInputs:
+        """The inputs divided by `scale` `[width]`, or for each expert by its own, `[experts, width]`."""
+        result = ExpertInputs()
+        result._batches, result._scale = self._batches, scale.reshape(-1, scale.shape[-1])
+        return result
+
+    def squares(self) -> np.ndarray:
+        """The sum of squares of each channel, `[width]`, of each row once."""
+        return sum(np.square(np.array(x.astype(mx.float32))).sum(axis=0) for x, _, _ in self._batches)
 
 
 class _InputRecorder:
@@ -163,7 +178,7 @@ def _flatten(x: mx.array) -> mx.array:
 
 
 @contextmanager
-def _recording(module: nn.Module) -> Iterator[_InputRecorder]:
+def recording(module: nn.Module) -> Iterator[_InputRecorder]:
     """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert."""
     recorder = _InputRecorder()
     leaves = dict(tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module))
@@ -183,8 +198,9 @@ def _recording(module: nn.Module) -> Iterator[_InputRecorder]:
             leaf.__class__ = classes[name]
 
 
-# on_layer(name, layer, inputs by module name within the layer): quantizes the layer and sets its weights.
-OnLayer = Callable[[str, nn.Module, Mapping[str, InputStats | ExpertInputs]], None]
+# on_layer(name, layer, run, inputs by module name within the layer): quantizes the layer and sets its weights; `run`
+# runs it on a batch.
+OnLayer = Callable[[str, nn.Module, Callable[[], mx.array], Mapping[str, InputStats | ExpertInputs]], None]
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -230,7 +246,7 @@ def calibrate_layers(
     for index, name in enumerate(model.names):
         layer = model.load(index)
         if on_layer is not None:
-            with _recording(layer) as recorder:
+            with recording(layer) as recorder:
                 for i, state in enumerate(states):
                     if source_states is not None:
                         source_states[i] = model.run(layer, index, i, source_states[i])
@@ -238,7 +254,7 @@ def calibrate_layers(
                         recorder.end_source()
                     mx.eval(model.run(layer, index, i, state))
                     recorder.end_batch()
-            on_layer(name, layer, recorder.stats())
+            on_layer(name, layer, partial(model.run, layer, index, 0, states[0]), recorder.stats())
         for i, state in enumerate(states):
             states[i] = model.run(layer, index, i, state)
             mx.eval(states[i])

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_file
 from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
+from mlxlm.quantize import calibrate
 from mlxlm.quantize.awq import AWQ
 from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, calibrate_layers, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
@@ -27,13 +27,12 @@ from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.quantize.rtn import PackedMatrix, dequantized, lazy_quantize, quantize_rtn, weight_error
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.utils.errors import ArgumentError, CheckpointError
+from mlxlm.utils.errors import CheckpointError
 
 # None rounds to nearest (rtn.py), which needs no calibration and streams.
 METHODS: dict[str, type[CalibratedMethod] | None] = {"rtn": None, "gptq": GPTQ, "awq": AWQ}
 
 _ROWS = 16_384  # of a matrix that are calibrated at once: embeddings have a quarter of a million
-MIN_EXPERT_TOKENS = 64  # fewer say little about the inputs of an expert
 _TIED_SHARE = 4  # a tied embedding is calibrated as the head on every fourth window
 
 
@@ -70,21 +69,6 @@ class Job:
     settings: QuantizationSettings
     texts: QuantizationTexts
     progress: Progress
-
-
-def check_method(settings: QuantizationSettings, source: Source) -> None:
-    """Check that a method is possible for a model.
-
-    Raises:
-        ArgumentError: It isn't; the hint names those that are.
-    """
-    checkpoint, method = source.checkpoint, METHODS[settings.method]
-    is_dense = isinstance(checkpoint, Checkpoint) and checkpoint.config.num_experts is None
-    if method is not None and method.needs_dense_decoder and not is_dense:
-        problem = f"`method` {settings.method} isn't possible for {checkpoint.config.model_type} models"
-        reason = "which have experts" if isinstance(checkpoint, Checkpoint) else "which mlx_lm runs"
-        possible = [name for name, other in METHODS.items() if other is None or not other.needs_dense_decoder]
-        raise ArgumentError(f"{problem}, {reason}", " or ".join(possible))
 
 
 def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str = "") -> QuantizedTensors:
@@ -180,26 +164,29 @@ class _LayerQuantizer:
         assert fmt is not None
         self._save(name, self._quantize(name, weight, inputs, fmt).parts(name))
 
-    def quantize_layer(self, name: str, block: nn.Module, inputs: Mapping[str, InputStats | ExpertInputs]) -> None:
+    def quantize_layer(
+        self,
+        name: str,
+        block: nn.Module,
+        run: Callable[[], mx.array],
+        inputs: Mapping[str, InputStats | ExpertInputs],
+    ) -> None:
         """Quantize the matrices of a layer, and set its weights to the dequantized ones."""
-        prefix = f"{name}."
+        prefix, tensors = f"{name}.", self._checkpoint.tensors
         formats = {m.removeprefix(prefix): fmt for m, fmt in self._plan.formats.items() if m.startswith(prefix)}
         results: dict[str, mx.array] = {}
-        if isinstance(self._checkpoint, Checkpoint):
-            dtype = next(
-                t.dtype for n, t in self._checkpoint.tensors.items() if n.startswith(prefix) and len(t.shape) == 2
-            )
-            moments = {layer: stats for layer, stats in inputs.items() if isinstance(stats, InputStats)}
-            scaled, changed = self._method.change_block(block, self._checkpoint.config, moments, formats, dtype)
-            inputs = {**inputs, **scaled}
+        if formats:
+            dtype = tensors[f"{prefix}{next(iter(formats))}.weight"].dtype
+            inputs, changed = self._method.change_block(block, run, inputs, formats, dtype)
             for layer in sorted(changed):
                 for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
-                    results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)
+                    key = f"{name}.{layer}.{parameter}"
+                    results[key] = value.astype(tensors[key].dtype)
         for layer_name, fmt in formats.items():
             if fmt is None:
                 continue
             layer, module = get_submodule(block, layer_name), f"{name}.{layer_name}"
-            weight = layer.weight.astype(self._checkpoint.tensors[f"{module}.weight"].dtype)
+            weight = layer.weight.astype(tensors[f"{module}.weight"].dtype)
             packed = self._quantize(module, weight, inputs.get(layer_name), fmt)
             layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
             results |= packed.parts(module)
@@ -224,7 +211,7 @@ class _LayerQuantizer:
         """Quantize a matrix, or one for each expert, and record its error, on inputs with `error_moments` if given.
 
         What has no inputs is rounded to nearest: matrices of a kind that isn't calibrated, and experts that read less
-        than `MIN_EXPERT_TOKENS`.
+        than `calibrate.MIN_EXPERT_TOKENS`.
         """
         if inputs is None or (isinstance(inputs, ExpertInputs) and weight.ndim != 3):
             packed = quantize_rtn(weight, fmt)
@@ -261,7 +248,7 @@ class _LayerQuantizer:
         matrices, squared = [], np.zeros(2)
         for expert in range(weight.shape[0]):
             tokens, stats = inputs.of(expert)
-            if tokens >= MIN_EXPERT_TOKENS:
+            if tokens >= calibrate.MIN_EXPERT_TOKENS:
                 packed, errors = self._quantize_matrix(module, weight[expert], stats, fmt)
             else:
                 self._rounded_experts[module] = self._rounded_experts.get(module, 0) + 1

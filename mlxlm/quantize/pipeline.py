@@ -20,7 +20,7 @@ from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import GROUP_SIZES
-from mlxlm.convert.compare import to_float32
+from mlxlm.convert.compare import dequantized_tensors, to_float32
 from mlxlm.convert.conversion import check_folder_name, folder_name
 from mlxlm.convert.cross_check import cross_check, cross_check_length, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
@@ -28,7 +28,7 @@ from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
 from mlxlm.families import weight_mappings
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
-from mlxlm.quantize.methods import Job, QuantizedTensors, check_method, quantize_tensors
+from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan, matrices, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
@@ -60,7 +60,7 @@ def quantize(
     to the folder, as JSON and as a plot. If anything fails, `out` is not created.
 
     Args:
-        source: Whatever `open_checkpoint` opens, unless MLX quantized it already.
+        source: Whatever `open_checkpoint` opens. A quantized model is dequantized first, with a warning.
         out: New folder.
         settings: How to quantize.
         adapter: Folder or hub id of an adapter that is merged into the weights.
@@ -68,7 +68,7 @@ def quantize(
         **options: Fields of QuantizationSettings that replace those of `settings`: `bits=4, method="gptq"`.
 
     Raises:
-        ArgumentError: Settings contradict each other, one has no effect, or the method isn't possible for this model.
+        ArgumentError: Settings contradict each other, one has no effect, or the model's layers can't be calibrated.
         CheckpointError: `out` exists, or the weights can't be quantized.
         ConfigError: A value can't work, or a target can't be reached; the hint is the nearest one that can.
         DataError: A text is too short.
@@ -79,11 +79,10 @@ def quantize(
     progress = progress or (lambda phase, done, total: None)
     out = Path(out)
     gguf = out.suffix.lower() == ".gguf"
-    hint = f"mlxlm convert SOURCE --out {out} --dtype q4_0" if gguf else f"{folder_name(out)}, for a folder"
+    hint = f"mlxlm convert SOURCE --out {out} --dtype q4_k_m" if gguf else f"{folder_name(out)}, for a folder"
     check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source, adapter)
-    check_method(settings, model)
     if settings.needs_eval_text and isinstance(model.checkpoint, ModuleCheckpoint):
         _check_memory(model)
     plan = _initial_plan(model, settings)
@@ -126,7 +125,7 @@ def quantize(
             metrics=metrics,
             seconds=time.monotonic() - started,
             checks=checks,
-            warnings=[*_warnings(model.checkpoint.tensors, texts.evaluation), *warnings],
+            warnings=[*_warnings(dequantized_tensors(model.checkpoint), texts.evaluation), *warnings],
         )
         write_json(folder / QUANTIZATION_REPORT, report.to_dict())
         plot_quantization(report, folder / QUANTIZATION_PLOT)
@@ -148,7 +147,7 @@ def _initial_plan(source: Source, settings: QuantizationSettings) -> Quantizatio
     Raises:
         CheckpointError: No group size divides the width of any matrix.
     """
-    found = matrices(source.checkpoint)
+    found = matrices(source.checkpoint_16bit)
     if settings.recipe is not None:
         plan = recipe(found, settings.recipe, settings.format.group_size)
     else:
@@ -190,8 +189,9 @@ def _warnings(source_tensors: LazyTensors, text: EvalText) -> list[str]:
     warnings = []
     types = sorted({t.stored_dtype for t in source_tensors.values()} - UNQUANTIZED_DTYPES)
     if types:
-        names = " and ".join(types)
-        warnings.append(f"the source is already quantized ({names}): the report shows the additional loss")
+        names = " and ".join(types).replace("U32", "MLX")
+        problem = f"the source is already quantized ({names}): the report shows only what is lost in addition"
+        warnings.append(f"{problem} (try: its unquantized original; mlxlm convert keeps the weights as they are)")
     if text.documents and text.predicted < _FEW_TOKENS:
         warnings.append(f"evaluated on {text.predicted} tokens of {text.name}: fewer than {_FEW_TOKENS} say little")
     return warnings

@@ -15,7 +15,7 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import sublayers
-from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format, quantization_settings
+from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format, gets_more_bits, quantization_settings
 from mlxlm.families import weight_mappings
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -139,12 +139,11 @@ def uniform(matrices: Sequence[Matrix], wanted: Format) -> QuantizationPlan:
 def recipe(matrices: Sequence[Matrix], name: str, group_size: int = 64) -> QuantizationPlan:
     """A plan with mixed bits: the head, and in some layers the value and down projections, get more.
 
-    The layers are those of llama.cpp's Q4_K_M (`use_more_bits`): the first and the last eighth, and every third one
-    between. A value projection that is stored together with query and key gets the same bits as these.
+    The layers are those of `gets_more_bits`. A value projection that is stored together with query and key gets the
+    same bits as these.
     """
     low, high = (Format(bits, group_size) for bits in RECIPES[name])
     layers = 1 + max((layer for matrix in matrices if (layer := layer_index(matrix.modules[0])) is not None), default=0)
-    eighth = layers // 8
 
     def wanted(matrix: Matrix) -> Format:
         kind = matrix.modules[0].rpartition(".")[2] if len(matrix.modules) == 1 else ""
@@ -153,8 +152,7 @@ def recipe(matrices: Sequence[Matrix], name: str, group_size: int = 64) -> Quant
         index = layer_index(matrix.modules[0])
         if kind not in ("v_proj", "down_proj") or index is None:
             return low
-        more = index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
-        return high if more else low
+        return high if gets_more_bits(index, layers) else low
 
     return _plan(matrices, low, wanted)
 

@@ -96,9 +96,64 @@ OnMatrix = Callable[[str, mx.array, PackedMatrix, Format], None]
 
 
 def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
-    """Round `weight` `[..., width]` to nearest as mlx_lm.convert does; scales and biases have its dtype."""
-    pieces = eval_in_parallel(partial(mx.quantize, weight[rows], **chosen.to_dict()) for rows in row_pieces(weight))
+    """Round `weight` `[..., width]` to nearest; scales and biases have its dtype.
+
+    As mlx_lm.convert does, except for mxfp4 and mxfp8: their scales are those with the smallest squared error.
+    """
+    quantize = partial(mx.quantize, **chosen.to_dict())
+    if chosen.mode in _MICROSCALING:
+        quantize = partial(_quantize_microscaling, *_MICROSCALING[chosen.mode])
+    pieces = eval_in_parallel(partial(quantize, weight[rows]) for rows in row_pieces(weight))
     return PackedMatrix.concatenate_rows([PackedMatrix(*piece) for piece in pieces])
+
+
+def _quantize_microscaling(
+    encode: Callable[[mx.array], tuple[mx.array, mx.array]], largest: float, weight: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Quantize groups of 32 weights with a power of two as scale (Rouhani et al. 2023, arXiv:2310.10537).
+
+    A group gets the smallest scale that can represent its largest weight, as in MLX, or half of it if the squared error
+    is smaller: then the largest weights are clipped, and the others have half the error.
+
+    Args:
+        encode: Rounds weights that are divided by their scales; returns their packed bytes and the rounded values.
+        largest: The largest value of the number format.
+        weight: `[..., width]`.
+
+    Returns:
+        uint32 `[..., width · bits / 32]`, and the exponents of the scales plus 127, uint8 `[..., width / 32]`.
+    """
+    groups = mx.unflatten(as_float32(weight), -1, (-1, 32))
+    peak = mx.abs(groups).max(axis=-1, keepdims=True) / largest
+    exponent = mx.clip(mx.ceil(mx.log2(peak)), -126, 126).astype(mx.int32)
+    results = []
+    for scale in (exponent, exponent - 1):
+        scaled = groups * (127 - scale << 23).view(mx.float32)  # · 2^-scale
+        packed, rounded = encode(mx.clip(scaled, -largest, largest))
+        results.append((packed, mx.square(rounded - scaled).sum(axis=-1, keepdims=True)))
+    (packed, error), (half_packed, half_error) = results
+    halve = half_error < 4 * error  # each in units of its scale
+    packed = mx.where(halve, half_packed, packed).flatten(-2).view(mx.uint32)
+    return packed, (exponent + 127 - halve).squeeze(-1).astype(mx.uint8)
+
+
+def _encode_fp4(x: mx.array) -> tuple[mx.array, mx.array]:
+    """E2M1: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign; two in a byte, the first one in the lower half."""
+    size = mx.abs(x)
+    step = mx.where(size < 2, 0.5, mx.where(size < 4, 1.0, 2.0))
+    rounded = mx.round(size / step) * step
+    codes = mx.where(rounded <= 2, 2 * rounded, mx.where(rounded <= 4, rounded + 2, 7)) + 8 * (x < 0)
+    codes = codes.astype(mx.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, mx.where(x < 0, -rounded, rounded)
+
+
+def _encode_fp8(x: mx.array) -> tuple[mx.array, mx.array]:
+    """E4M3."""
+    codes = mx.to_fp8(x)
+    return codes, mx.from_fp8(codes, dtype=mx.float32)
+
+
+_MICROSCALING = {"mxfp4": (_encode_fp4, 6.0), "mxfp8": (_encode_fp8, 448.0)}
 
 
 def lazy_quantize(

@@ -12,6 +12,7 @@ from mlxlm.checkpoint.huggingface import check_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, max_abs
 from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
+from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.utils.errors import CheckpointError
 
@@ -23,9 +24,9 @@ class Source:
     """A model to quantize.
 
     Attributes:
-        checkpoint: As it was opened.
+        checkpoint: As it was opened, quantized or not.
         dtype: float16 or bfloat16, for everything that isn't quantized.
-        checkpoint_16bit: The same checkpoint with floating-point tensors in `dtype`.
+        checkpoint_16bit: The same checkpoint, dequantized, with floating-point tensors in `dtype`.
         parameters: Number of parameters.
     """
 
@@ -43,18 +44,15 @@ def open_source(source: Path | str, adapter: Path | str | None = None) -> Source
     """Open a checkpoint, with an adapter or without, and choose its 16-bit dtype.
 
     Raises:
-        CheckpointError: The model can't be run, or is already quantized by MLX.
+        CheckpointError: The model can't be run.
         TokenizerError: It has a tokenizer that can't be read.
     """
     checkpoint = open_module_checkpoint(source, adapter)
-    if checkpoint.quantization:
-        raise CheckpointError(
-            f"{source} is already quantized", "the unquantized model; or mlxlm convert first, which dequantizes"
-        )
     check_tokenizer(checkpoint)  # before hours of work
-    dtype = output_dtype(checkpoint.tensors)
-    checkpoint_16bit = checkpoint.with_tensors(cast_to_16bit(checkpoint.tensors, dtype, checkpoint.keeps_dtype))
-    parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    tensors = dequantized_tensors(checkpoint)
+    dtype = output_dtype(tensors)
+    checkpoint_16bit = checkpoint.with_tensors(cast_to_16bit(tensors, dtype, checkpoint.keeps_dtype))
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return Source(checkpoint, dtype, checkpoint_16bit, parameters)
 
 

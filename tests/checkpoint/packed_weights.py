@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,15 @@ def pack_column(values: Any, bits: int, order: tuple[int, ...] | None = None) ->
     return words
 
 
+def pack_stream(values: Any, bits: int) -> list[int]:
+    """Pack integers into words of 32 bits as one stream, the lowest bits first."""
+    stream = sum(int(value) << i * bits for i, value in enumerate(values))
+    return [stream >> 32 * i & 0xFFFFFFFF for i in range(len(values) * bits // 32)]
+
+
 def pack(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    words = [pack_column(column, bits, order) for column in np.moveaxis(codes, axis, -1)]
+    pack_one = pack_stream if bits == 3 else partial(pack_column, order=order)
+    words = [pack_one(column, bits) for column in np.moveaxis(codes, axis, -1)]
     return np.ascontiguousarray(np.moveaxis(np.array(words, np.uint32).view(np.int32), -1, axis))
 
 

@@ -14,7 +14,7 @@ from mlxlm.checkpoint import Checkpoint, load, load_model, open_checkpoint, quan
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
-from mlxlm.convert import convert, inspect
+from mlxlm.convert import inspect
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.utils.errors import CheckpointError
@@ -41,9 +41,16 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [48, 48]}
 BLOCKS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"block_structure": [48, 48]}}}}
 BNB, AWQ = {"quant_method": "bitsandbytes"}, {"quant_method": "awq", "bits": 4}
 V1, V2 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4}
 FORMATS = {
     "gptq": (V1, gptq),
     "gptq-v2": (V2, functools.partial(gptq, v2=True)),
+    "gptq-3bit": ({**V1, "bits": 3}, functools.partial(gptq, bits=3)),
+    "gptq-3bit-act-order": ({**V1, "bits": 3}, functools.partial(gptq, bits=3, act_order=True)),
+    "auto-round-gptq": (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, gptq),
+    "auto-round-3bit": (AUTO_ROUND | {"bits": 3}, functools.partial(gptq, bits=3)),
+    "auto-round": (AUTO_ROUND | {"packing_format": "auto_round"}, functools.partial(gptq, v2=True)),
+    "auto-round-awq": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
     "gptq-2bit": ({**V1, "bits": 2}, functools.partial(gptq, bits=2)),
     "gptq-8bit": ({**V1, "bits": 8}, functools.partial(gptq, bits=8, group=16)),
     "gptq-act-order": (V1, functools.partial(gptq, act_order=True)),
@@ -66,7 +73,10 @@ FORMATS = {
     "nf4-odd-blocks": (BNB, functools.partial(nf4, nested=True, block=100)),
     "llm-int8": (BNB, llm_int8),
 }  # fmt: skip
-AFFINE = {"gptq", "gptq-v2", "gptq-2bit", "awq", "packed-4bit", "packed-8bit-channel", "packed-asymmetric"}
+AFFINE = {
+    "gptq", "gptq-v2", "gptq-2bit", "gptq-3bit", "awq", "packed-4bit", "packed-8bit-channel", "packed-asymmetric",
+    "auto-round-gptq", "auto-round-3bit", "auto-round", "auto-round-awq",
+}  # fmt: skip
 TOKENS = mx.array([[1, 2, 3, 4, 90]])
 
 
@@ -156,6 +166,17 @@ def test_zero_points_that_wrap_around_in_the_first_gptq_format(tmp_path):
     np.testing.assert_array_equal(*read)
 
 
+def test_3bit_zero_points_of_gptqmodel(tmp_path):
+    """It subtracts constants from whole words, and two of the three are the wrong way round."""
+    parts, values = gptq((96, 64), bits=3, v2=True)
+    offsets = np.tile(np.array([0x24924924, 0x92492492, 0x49249249], np.uint32), 3)
+    parts["qzeros"] = (parts["qzeros"].view(np.uint32) - offsets).view(np.int32)
+    stored, _ = pack_model(arrays_of(random_decoder(CONFIG)), functools.partial(gptq, bits=3))
+    stored |= {f"{UP}.{part}": value for part, value in parts.items()}
+    settings = {**V1, "bits": 3, "meta": {"quantizer": ["gptqmodel:4.2.5"]}}
+    np.testing.assert_allclose(matrix(tmp_path, stored, settings), values, rtol=1e-6)
+
+
 def test_biases_of_zeros(tmp_path):
     """AutoGPTQ writes biases of zeros for models without biases; others are an error."""
     stored, values = pack_model(arrays_of(random_decoder(CONFIG)), gptq)
@@ -190,9 +211,9 @@ def test_on_a_gpu_weights_have_the_dtype_of_the_others(monkeypatch, expected):
     others = {name: lazy_tensor(mx.array(value).astype(expected)) for name, value in stored.items() if name in values}
     packed = {name: lazy_tensor(mx.array(value)) for name, value in stored.items() if name not in values}
     monkeypatch.setattr(quantized_formats, "ON_CPU", False)
-    tensors, quantization = quantized_formats.read_quantized(others | packed, V1, "here")
+    tensors, formats = quantized_formats.read_quantized(others | packed, V1, "here")
     weight = tensors[f"{UP}.weight"]
-    assert quantization is None and weight.dtype == weight.read().dtype == expected
+    assert not formats and weight.dtype == weight.read().dtype == expected
     assert mx.array_equal(weight.read(), mx.array(values[f"{UP}.weight"].astype(np.float32)).astype(expected))
 
 
@@ -296,22 +317,6 @@ def test_experts_are_read_one_by_one(tmp_path, name, family):
     np.testing.assert_allclose(logits, np.array(model(TOKENS)), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8", "nf4"])
-def test_conversion_to_a_plain_folder(tmp_path, name):
-    settings, make = FORMATS[name]
-    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), make)
-    others = values.keys() - {n for n in values if ".layers." in n and values[n].ndim == 2}
-    stored = {n: array.astype(np.float16) if n in others else array for n, array in stored.items()}
-    report = convert(write(tmp_path, stored, settings), tmp_path / "out")
-    assert report.dtype == "float16"
-    assert {check.result for check in report.checks} <= {"equal", "within rounding", "skipped"}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in config and config["torch_dtype"] == "float16"
-    assert "quantization" not in config
-    read = open_checkpoint(tmp_path / "out").tensors[f"{UP}.weight"].read()
-    np.testing.assert_array_equal(np.array(read), values[f"{UP}.weight"].astype(np.float16))
-
-
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -322,7 +327,9 @@ UP = "model.layers.0.mlp.up_proj"
         ("gptq", "scales", lambda a: a[:, 1:], r"\.scales is \[2, 95\], it must have \[2, 96\]"),
         ("gptq", "scales", lambda a: a[:0], r"\.scales is \[0, 96\], it must have \[1, 96\]"),
         ("gptq", "qzeros", lambda a: a[1:], r"\.qzeros is \[1, 12\], it must have \[2, 12\]"),
-        ("gptq", "qweight", lambda a: a[1:], "has 7 words for 64 inputs, which are not 2, 4, 8 bits for each"),
+        ("gptq", "qweight", lambda a: a[1:], r"\.g_idx is \[64\], it must have \[56\]"),
+        ("gptq-3bit", "qweight", lambda a: a[1:], "has 5 words for 53 values, which are not 3 bits for each"),
+        ("gptq", "qzeros", lambda a: a[:, 1:], "has 11 words for 96 values, which are not 2, 3, 4, 8 bits for each"),
         ("gptq", "qweight", lambda a: a.astype(np.int64), r"\.qweight is of type I64, it must be int32"),
         ("gptq", "qweight", lambda a: a[0], r"\.qweight is \[96\], it must have 2 dimensions"),
         ("gptq", "g_idx", lambda a: a + 1, r"\.g_idx has values that are not from 0 to 1"),
@@ -361,6 +368,7 @@ def test_errors_name_the_folder_and_the_tensor(tmp_path, name, part, change, exp
     ("name", "settings", "expected"),
     [
         ("gptq", V1 | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' isn't supported"),
+        ("gptq", AUTO_ROUND | {"packing_format": "gguf"}, "packing_format 'gguf' isn't supported"),
         ("awq", AWQ | {"version": "gemv"}, "layout gemv with 4 bits isn't supported"),
         ("packed-4bit", PACKED | {"format": "marlin-24"}, "format 'marlin-24' isn't supported .try: its unquantized"),
         ("packed-4bit", PACKED | {"transform_config": {"a": 1}}, "transform_config isn't supported"),

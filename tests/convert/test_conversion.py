@@ -119,9 +119,10 @@ def test_a_llama2c_file_and_back(write_model, tmp_path):
     assert open_checkpoint(tmp_path / "back").load_tokenizer().encode(text) == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(("outtype", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5)])
+@pytest.mark.parametrize(("outtype", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q6_K", 6.5625), ("Q4_K_M", 5)])
 def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, outtype, bits):
-    report = convert(write_model(), tmp_path / "out.gguf", outtype=outtype)
+    source = write_model(hidden_size=256, intermediate_size=256)
+    report = convert(source, tmp_path / "out.gguf", outtype=outtype)
     assert results(report)["tensors"] == results(report)["logits"] == "within rounding"
     assert report.bits_per_weight < bits + 2 and report.dtype == outtype
     back = convert(tmp_path / "out.gguf", tmp_path / "back", dtype="float16")
@@ -137,7 +138,7 @@ def test_a_quantized_folder_becomes_plain(write_model, tmp_path):
     save_weights(source, weights | {f"{name}.{part}": value for part, value in packed.items()})
     plan = {"group_size": 32, "bits": 4, "mode": "affine"}
     change_config(source, quantization=plan, quantization_config=plan)
-    report = convert(source, tmp_path / "out")
+    report = convert(source, tmp_path / "out", dtype="float16")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization" not in written and "quantization_config" not in written
     assert written["their_own_field"] == [1, 2] and report.dtype == "float16"
@@ -294,6 +295,8 @@ def test_other_types_than_requested_are_notes(write_model, tmp_path):
         "kept in F16: blk.*.ffn_down.weight (its rows are not a multiple of 32)",
         "kept in Q8_0: token_embd.weight (its errors are errors of the logits)",
     ]
+    report = convert(source, tmp_path / "k.gguf", outtype="Q6_K", verify_output=False)
+    assert report.notes[0].startswith("kept in Q8_0: ") and report.notes[0].endswith("rows are not a multiple of 256)")
 
 
 def test_other_programs_run_only_with_cross_check(write_model, tmp_path, monkeypatch):

@@ -54,15 +54,16 @@ def test_dtypes_and_what_the_class_keeps_in_float32(tmp_path, tiny_tokenizer):
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_quantized_experts_are_dequantized(tmp_path, tiny_tokenizer):
+def test_quantized_experts_stay_quantized_or_are_dequantized(tmp_path, tiny_tokenizer):
     source = write_mixture(tmp_path / "source", "granitemoe", tiny_tokenizer)
     quantize(source, tmp_path / "4bit", group_size=32, evaluate=False)
-    report = convert(tmp_path / "4bit", tmp_path / "out")
+    report = convert(tmp_path / "4bit", tmp_path / "same")
+    assert report.dtype == "4-bit, 8-bit" and {check.result for check in report.checks} == {"equal"}
+    assert (tmp_path / "same/model.safetensors").read_bytes() == (tmp_path / "4bit/model.safetensors").read_bytes()
+    report = convert(tmp_path / "4bit", tmp_path / "out", dtype="bfloat16")
     assert report.dtype == "bfloat16" and report.bits_per_weight == 16
     found, wanted = (float32_logits(load_model(tmp_path / name)[0]) for name in ("out", "4bit"))
     assert np.abs(found - wanted).max() < 0.05 * wanted.std()
-    with pytest.raises(CheckpointError, match="is already quantized"):
-        quantize(tmp_path / "4bit", tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.bin"])

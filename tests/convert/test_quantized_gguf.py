@@ -48,12 +48,14 @@ def test_mlx_lm_runs_the_folder_of_each_exact_type(tiny_tokenizer, tmp_path, kin
     assert_close(mlx_lm_logits(tmp_path / "out"), dequantized_logits(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "phi3", "gpt2", "bloom", "gpt-neox", "falcon-7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "gemma2", "phi3", "gpt2", "bloom", "gpt-neox", "falcon-7b", "qwen3-moe"]
+)
 def test_families_whose_rows_or_names_differ(tiny_tokenizer, tmp_path, name):
     model = random_model(name, tiny_tokenizer)
     gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "Q4_0")
     report = convert(tmp_path / "m.gguf", tmp_path / "out")
-    assert results(report) == EQUAL and report.dtype == "4-bit, 8-bit"
+    assert results(report) == EQUAL and report.dtype == "4-bit, 8-bit" and report.notes == [NOTE]
     expected = dequantized_logits(tmp_path / "m.gguf")
     assert_close(dequantized_logits(tmp_path / "out"), expected)
     if name not in ("bloom", "falcon-7b", "gpt-neox"):  # it lacks two, and reads no intermediate_size of the third

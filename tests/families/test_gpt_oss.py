@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint import load, load_model, load_weights, open_checkpoint, save_weights
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.convert import convert
+from mlxlm.families import weight_mappings
 from mlxlm.model.experts import QuantizedSwitchLinear
 from mlxlm.quantize import quantize
+from mlxlm.train.step import summed_loss
 from mlxlm.utils.errors import CheckpointError
 from tests.mixtures import VOCABULARY, write_mixture
 from tests.small_models import change_config
@@ -57,8 +61,9 @@ def test_logits_are_those_of_transformers(folder, monkeypatch):
 
 def test_folders_of_other_programs(folder, tmp_path):
     """An unquantized folder, and one of mlx_lm with experts in its own MXFP4."""
-    with pytest.raises(CheckpointError, match="is already quantized"):
-        quantize(folder, tmp_path / "4bit")
+    assert "already quantized (MXFP4)" in quantize(folder, tmp_path / "4bit", evaluate=False).warnings[0]
+    report = convert(folder, tmp_path / "same")
+    assert {check.result for check in report.checks} == {"equal"} and report.dtype == "4-bit"
     wanted = logits(load_model(folder)[0])
     report = convert(folder, tmp_path / "plain", dtype="float32")
     assert {check.result for check in report.checks} == {"equal"} and report.bits_per_weight == 32
@@ -92,3 +97,25 @@ def test_malformed_parts(folder, part, shape, problem):
     save_weights(folder, weights)
     with pytest.raises(CheckpointError, match=problem):
         open_checkpoint(folder)
+
+
+def test_gradients_are_those_of_pytorch(tmp_path, tiny_tokenizer):
+    """Of sinks, routers, and experts with clamped activations; each in the layout of transformers."""
+    oracle = pytest.importorskip("tests.transformers_oracle")
+    torch = pytest.importorskip("torch")
+    folder = write_mixture(
+        tmp_path / "source", "gpt_oss", tiny_tokenizer, "float32", rope_parameters=YARN, swiglu_limit=0.5
+    )
+    theirs = oracle.transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs.train()
+    logits = theirs(torch.from_numpy(TOKENS[:, :-1])).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(TOKENS[:, 1:].flatten())).backward()
+    model, config = load_model(folder)
+    model.train()
+    gradients = nn.value_and_grad(model, summed_loss)(model, mx.array(TOKENS))[1]
+    found = {name: lazy_tensor(value) for name, value in tree_flatten(gradients)}
+    stored = to_file_weights(weight_mappings(config), found)
+    for name, parameter in theirs.named_parameters():
+        wanted = TOKENS[:, 1:].size * parameter.grad.numpy()
+        error = np.linalg.norm(np.array(stored[name].read()) - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-4, (name, error)

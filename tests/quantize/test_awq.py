@@ -1,5 +1,7 @@
 """Scaling changes nothing that is computed, and rounding loses less after it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -47,12 +49,25 @@ def outliers(width: int) -> np.ndarray:
     return (inputs.T @ inputs).astype(np.float32)
 
 
-def scaled(block, config, chosen, dtype, size=1):
+STREAM = mx.random.normal((1, 12, 64), key=mx.random.key(2))
+
+
+def run(block):
+    """The block's output; like the layers of calibration."""
+    residual, hidden_states = block(STREAM, None)
+    return residual if hidden_states is None else residual + hidden_states
+
+
+def groups_of(block):
+    return awq.find_scale_groups(block, partial(run, block))
+
+
+def scaled(block, chosen, dtype, size=1):
     """Scale a block for inputs with outliers; see `CalibratedMethod.change_block` for the result."""
-    next_layers = {name for group in awq.scale_groups(config) for name in group.next_layers}
+    next_layers = {name for group in groups_of(block) for name in group.next_layers}
     widths = {name: awq.get_submodule(block, name).weight.shape[1] for name in next_layers}
     inputs = {name: InputStats(size * outliers(width)) for name, width in widths.items()}
-    return awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, chosen), dtype)
+    return awq.AWQ().change_block(block, partial(run, block), inputs, dict.fromkeys(next_layers, chosen), dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,19 +81,22 @@ def test_a_scaled_block_computes_the_same(family):
             awq.get_submodule(block, owner)[parameter] = value + mx.random.normal(
                 value.shape, scale=0.1, key=mx.random.key(1)
             )
-    stream = mx.random.normal((1, 12, 64), key=mx.random.key(2))
-    before = list(block(stream, None))
-    _, changed = scaled(block, config, Format(3, 32), mx.float32)
+    before = list(block(STREAM, None))
+    _, changed = scaled(block, Format(3, 32), mx.float32)
     assert changed
-    for old, new in zip(before, block(stream, None), strict=True):
+    for old, new in zip(before, block(STREAM, None), strict=True):
         assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
 
 
 def test_scale_groups_of_families():
-    sources = {
-        name: {fold.source for fold in awq.scale_groups(ModelConfig(**{**SIZES, **changes}))}
-        for name, changes in FAMILIES.items()
-    }
+    sources = {}
+    for name, changes in FAMILIES.items():
+        model = random_decoder(ModelConfig(**{**SIZES, **changes}))
+        before = dict(tree_flatten(model.parameters()))
+        groups = groups_of(model.layers[0])
+        sources[name] = {group.source for group in groups}
+        assert all(group.offset == ("norm" in group.source and name == "gemma2") for group in groups)
+        assert all(mx.array_equal(value, before[key]) for key, value in tree_flatten(model.parameters()))
     assert sources["llama"] == {"input_layernorm", "post_attention_layernorm", "mlp.up_proj"}
     assert sources["all heads"] == sources["llama"] | {"self_attn.v_proj"}
     assert "pre_feedforward_layernorm" in sources["gemma2"] and "post_attention_layernorm" not in sources["gemma2"]
@@ -94,7 +112,7 @@ def test_scaling_reduces_the_error_of_outliers():
     name = "self_attn.q_proj"
     source = np.array(awq.get_submodule(block, name).weight)
     plain = row_errors(source, quantize_rtn(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
-    after, _ = scaled(block, config, chosen, mx.float16)
+    after, _ = scaled(block, chosen, mx.float16)
     weight = awq.get_submodule(block, name).weight
     errors = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name].moments)
     assert errors.sum() < 0.3 * plain
@@ -123,7 +141,7 @@ def test_next_layers_compensate_for_a_rounded_norm():
     norm, reader = block.input_layernorm, block.self_attn.q_proj
     norm.weight = mx.random.normal((64,), scale=0.3, key=mx.random.key(3)).astype(mx.bfloat16).astype(mx.float32)
     before = (1 + norm.weight) * reader.weight
-    scaled(block, config, Format(3, 32), mx.bfloat16, size=1000)
+    scaled(block, Format(3, 32), mx.bfloat16, size=1000)
     for weight in (norm.weight, reader.weight):
         assert mx.array_equal(weight.astype(mx.bfloat16).astype(mx.float32), weight)
     after = (1 + norm.weight) * reader.weight

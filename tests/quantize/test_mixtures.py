@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint import load_model, load_weights
+from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
+from mlxlm.config.quantization import Format
 from mlxlm.convert import convert
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.quantize import methods, pipeline, quantize
+from mlxlm.quantize import awq, calibrate, pipeline, quantize
+from mlxlm.quantize.awq import apply_best_scales, find_scale_groups
 from mlxlm.quantize.calibrate import ExpertInputs
 from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.layers import layers_of
@@ -174,7 +178,7 @@ def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypa
     quantize(mixtures("granitemoe"), tmp_path / "rtn", **settings)
     settings |= {"method": "gptq", "calibration_text": texts[0]}
     reports = [quantize(mixtures("granitemoe"), tmp_path / "gptq", **settings)]
-    monkeypatch.setattr(methods, "MIN_EXPERT_TOKENS", 10**6)
+    monkeypatch.setattr(calibrate, "MIN_EXPERT_TOKENS", 10**6)
     reports.append(quantize(mixtures("granitemoe"), tmp_path / "few", **settings))
     experts = "model.layers.{}.block_sparse_moe.switch_mlp.{}_proj"
     names = [experts.format(i, part) for i in (0, 1) for part in ("gate", "up", "down")]
@@ -184,10 +188,8 @@ def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypa
         assert mx.array_equal(few[name], rounded[name]) and not mx.array_equal(calibrated[name], rounded[name])
 
 
-def test_methods_that_are_not_possible(mixtures, tmp_path, texts, monkeypatch):
+def test_an_evaluation_needs_memory(mixtures, tmp_path, texts, monkeypatch):
     source = mixtures("granitemoe")
-    with pytest.raises(ArgumentError, match="awq isn't possible for granitemoe models, .* .try: rtn or gptq"):
-        quantize(source, tmp_path / "out", method="awq", calibration_text=texts[0])
     monkeypatch.setattr(pipeline.platform, "total_memory", lambda: 10**6)
     with pytest.raises(CheckpointError, match="needs .* GB of memory for the two models .try: .*evaluat"):
         quantize(source, tmp_path / "out", eval_text=texts[1])
@@ -195,7 +197,7 @@ def test_methods_that_are_not_possible(mixtures, tmp_path, texts, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_next"])
 def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
-    """Every method but AWQ; mlx_lm reads the results as mlxlm does."""
+    """Every method; mlx_lm reads the results as mlxlm does."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
     report = quantize(mixtures(kind), tmp_path / "gptq", method="gptq", calibration_text=texts[0], **settings)
@@ -207,8 +209,74 @@ def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     )
     assert 5.3 < searched.bits_per_weight <= 5.9 and len(set(searched.bits.values())) > 1
     assert_runs_alike(tmp_path / "gptq", 1)
-    with pytest.raises(ArgumentError, match="awq isn't possible for .* models, which have experts .try: rtn or gptq"):
-        quantize(mixtures(kind), tmp_path / "awq", method="awq", calibration_text=texts[0])
+
+
+# The readers of each norm or matrix whose channels AWQ can scale, in the last layer. Not among them: DeepSeek's norm
+# before its experts, since its router isn't a linear layer, and gpt-oss's up projection, to which one is added.
+_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_SHARED = "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert_gate"
+_SWITCH = "mlp.switch_mlp.gate_proj mlp.switch_mlp.up_proj"
+_ATTENTION = {"input_layernorm": _QKV, "self_attn.v_proj": "self_attn.o_proj"}
+_DOWN = {"mlp.switch_mlp.up_proj": "mlp.switch_mlp.down_proj"}
+_SHARED_DOWN = {"mlp.shared_expert.up_proj": "mlp.shared_expert.down_proj"}
+SCALED = {
+    "mixtral": {**_ATTENTION, **_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH}"},
+    "qwen2_moe": {**_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}"},
+    "qwen3_next": {**_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}"},
+    "deepseek_v3": {
+        "input_layernorm": "self_attn.q_a_proj self_attn.kv_a_proj_with_mqa", **_DOWN,
+        "self_attn.q_a_layernorm": "self_attn.q_b_proj", "mlp.shared_experts.up_proj": "mlp.shared_experts.down_proj",
+    },
+    "gpt_oss": {**_ATTENTION, "post_attention_layernorm": f"mlp.gate {_SWITCH}"},
+    "lfm2": {
+        "operator_norm": _QKV, "self_attn.v_proj": "self_attn.out_proj",
+        "ffn_norm": "feed_forward.w1 feed_forward.w3", "feed_forward.w3": "feed_forward.w2",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_awq_finds_what_it_can_scale(kind, mixtures, monkeypatch):
+    layers = layers_of(open_module_checkpoint(mixtures(kind)))
+    tokens = mx.array(np.random.default_rng(0).integers(0, VOCABULARY, (2, 64)))
+    state, output = *layers.embed([tokens]), mx.array(0.0)
+    inputs, groups = {}, []
+    for index, _ in enumerate(layers.names):
+        block, before = layers.load(index), state
+        with calibrate.recording(block) as recorder:
+            state = output = layers.run(block, index, 0, before)
+            recorder.end_batch()
+        groups, inputs = find_scale_groups(block, partial(layers.run, block, index, 0, before)), recorder.stats()
+    assert {g.source: " ".join(sorted(g.next_layers)) for g in groups} == {
+        source: " ".join(sorted(readers.split())) for source, readers in SCALED[kind].items()
+    }
+    monkeypatch.setattr(awq, "EXPONENTS", (0.5,))
+    formats = dict.fromkeys(inputs, Format(2, 32))
+    changed = []
+    for tokens in (10**6, 1):  # experts that read too little aren't scaled
+        monkeypatch.setattr(calibrate, "MIN_EXPERT_TOKENS", tokens)
+        changed.append(apply_best_scales(block, groups, inputs, formats, mx.float32)[1])
+    assert "switch_mlp.down_proj" not in str(changed[0])
+    assert set(SCALED[kind]) == {group.source for group in groups if group.source in changed[0] | changed[1]}
+    after = layers.run(block, index, 0, before)
+    assert mx.abs(after - output).max() < 1e-4 * mx.abs(output).max()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "lfm2"])
+def test_awq_reduces_the_divergence(kind, tiny_tokenizer, tmp_path, texts):
+    """In models with a few channels larger than the others, as trained ones have them."""
+    source = write_mixture(tmp_path / "source", kind, tiny_tokenizer)
+    large = 1 + 7 * (mx.arange(64) % 17 == 3)
+    weights = load_weights(source)
+    for name in (name for name, value in weights.items() if re.search(r"layers.*norm", name) and value.size == 64):
+        weights[name] = (weights[name] * large).astype(weights[name].dtype)
+    mx.eval(weights)
+    save_weights(source, weights)
+    settings = {"group_size": 32, "eval_text": texts[1]}
+    rounded = quantize(source, tmp_path / "rtn", **settings)
+    report = quantize(source, tmp_path / "awq", method="awq", calibration_text=texts[0], **settings)
+    assert report.metrics.kl < 0.95 * rounded.metrics.kl and report.bits == rounded.bits
+    assert_runs_alike(tmp_path / "awq", 2)
 
 
 def test_short_convolutions(mixtures, tmp_path, texts):

@@ -43,9 +43,6 @@ def test_report_agrees_with_the_files(model, tmp_path, texts, plots):
 def test_invalid_sources_and_texts(model, write_model, tmp_path, texts):
     with pytest.raises(CheckpointError, match="already exists"):
         quantize(model, model)
-    quantize(model, tmp_path / "4bit", evaluate=False)
-    with pytest.raises(CheckpointError, match="already quantized"):
-        quantize(tmp_path / "4bit", tmp_path / "again")
     write_model(tmp_path / "nan")
     weights = load_weights(tmp_path / "nan")
     broken = {name: np.nan * w if "1.mlp.up" in name else w for name, w in weights.items()}
@@ -61,6 +58,22 @@ def test_invalid_sources_and_texts(model, write_model, tmp_path, texts):
     with pytest.raises(DataError, match="too few|too little"):
         quantize(model, tmp_path / "out", method="gptq", calibration_text=tmp_path / "short.txt", eval_text=texts[1])
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_quantized_sources_are_dequantized_first(model, tmp_path, texts):
+    """The report is about the additional loss, and its sizes are those of the files."""
+    first = quantize(model, tmp_path / "8bit", bits=8, evaluate=False)
+    report = quantize(
+        tmp_path / "8bit", tmp_path / "3bit", bits=3, method="gptq", calibration_text=texts[0], eval_text=texts[1]
+    )
+    assert report.parameters == first.parameters and report.source_bits_per_weight == first.bits_per_weight
+    assert report.metrics.kl > 0 and report.bits_per_weight < 4
+    [warning] = report.warnings
+    assert "already quantized (MLX): " in warning and "mlxlm convert keeps the weights" in warning
+    rounded, wanted = (load_weights(tmp_path / name) for name in ("3bit", "8bit"))
+    assert rounded.keys() == wanted.keys() and rounded["model.norm.weight"].dtype == mx.float16
+    again = quantize(tmp_path / "8bit", tmp_path / "same", bits=8, eval_text=texts[1])
+    assert again.metrics.kl < report.metrics.kl / 10
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import write_shards
 from mlxlm.config.quantization import Format
 from mlxlm.quantize.quantization_plan import matrices, uniform
-from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
+from mlxlm.quantize.rtn import PackedMatrix, dequantized, lazy_quantize, quantize_rtn
 from mlxlm.quantize.source import cast_to_16bit, output_dtype
 from mlxlm.utils.errors import CheckpointError
 
@@ -47,6 +47,32 @@ def test_each_matrix_is_read_once():
     assert sorted(reads) == ["a", "b", "c"]
     values = mx.dequantize(parts["b.weight"], parts["b.scales"], parts["b.biases"], group_size=64, bits=4)
     assert mx.abs(values - mx.random.normal((64, 64), key=mx.random.key(0))).max().item() < 0.3
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
+def test_scales_of_microscaling_formats_have_the_smallest_error(mode):
+    chosen, rng = Format.of(mode), np.random.default_rng(0)
+    weight = rng.normal(size=(40, 96)) * np.exp(rng.normal(size=(40, 1)) * 5)
+    weight[3], weight[4, :32], weight[5, 7] = 0, 2.0**-120, 1000 * weight[5, 7]
+    weight[6] = 6 * 2.0 ** rng.integers(-9, 9, 96)  # exact, and with ties
+    weight = weight.astype(np.float32)
+    packed = quantize_rtn(mx.array(weight), chosen)
+    values = np.array(dequantized(packed, chosen))
+    # Every value of the format, with any power of two as scale.
+    codes = mx.arange(256, dtype=mx.uint8)
+    grid = mx.from_fp8(codes, dtype=mx.float32) if mode == "mxfp8" else mx.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = np.unique(np.nan_to_num(np.abs(np.array(grid))))
+    best = np.full((40, 3), np.inf)
+    for exponent in range(-125, 30):
+        scaled = np.abs(weight) * 2.0**-exponent
+        at = np.clip(np.searchsorted((grid[1:] + grid[:-1]) / 2, scaled), 0, len(grid) - 1)
+        best = np.minimum(best, np.square((grid[at] - scaled) * 2.0**exponent).reshape(40, 3, 32).sum(-1))
+    errors = np.square((values - weight).astype(np.float64)).reshape(40, 3, 32).sum(-1)
+    np.testing.assert_allclose(errors, best, rtol=1e-5, atol=1e-30)
+    assert (values[3] == 0).all() and packed.scales.dtype == mx.uint8 and packed.weight.dtype == mx.uint32
+    theirs = PackedMatrix(*mx.quantize(mx.array(weight), **chosen.to_dict()))
+    squares = np.square(np.array(dequantized(theirs, chosen)) - weight).reshape(40, 3, 32).sum(-1)
+    assert (errors <= squares * (1 + 1e-5)).all() and errors.sum() < 0.98 * squares.sum()
 
 
 @pytest.mark.parametrize("chosen", [Format(4, 64), Format.of("mxfp4")], ids=str)

@@ -27,7 +27,7 @@ ALL_TESTS = f"""
     chat/test_session.py chat/test_context_overflow.py chat/test_generate.py
     server/test_chat_completions.py server/test_models.py server/test_run.py
     train/test_step.py train/test_run.py train/test_loop.py train/test_finetune.py train/test_start.py
-    quantize/test_pipeline.py quantize/test_mixtures.py::test_methods_that_are_not_possible
+    quantize/test_pipeline.py quantize/test_mixtures.py::test_an_evaluation_needs_memory
     quantize/test_mixtures.py::test_layers_one_after_another_are_the_model[granitemoe:float32]
     cli/test_doctor.py cli/test_inspect.py cli/test_kernels.py cli/test_quickstart.py doctor
 """

@@ -66,6 +66,11 @@ def packed_types(tensors: LazyTensors) -> dict[str, str]:
     return {name.removesuffix(".weight"): tensor.stored_dtype for name, tensor in matrices}
 
 
+def is_exact(kind: str) -> bool:
+    """Whether MLX has a format for the weights of a type; others are rounded to `ROUNDED_BITS`."""
+    return kind in EXACT_BITS or kind == "MXFP4"
+
+
 def _format(kind: str) -> Format:
     return Format.of("mxfp4") if kind == "MXFP4" else Format(EXACT_BITS.get(kind, ROUNDED_BITS), GROUP_SIZE)
 

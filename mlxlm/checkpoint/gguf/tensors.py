@@ -12,6 +12,7 @@ import numpy as np
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.header import TensorInfo, mmap_tensor
+from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, quantize_k
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 
@@ -89,6 +90,8 @@ def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | 
     elif kind in _FLOAT_TYPES:
         dtype = _FLOAT_TYPES[kind][1]
         yield from (np.array(mx.array(chunk).astype(dtype).view(mx.uint16)).data for chunk in checked)
+    elif kind in K_QUANTS:
+        yield from map_in_threads(lambda chunk: quantize_k(chunk, kind).data, checked)
     else:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import quantize

@@ -14,17 +14,25 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import ggml_type
+from mlxlm.checkpoint.gguf.k_quants import K_QUANTS
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
 from mlxlm.checkpoint.gguf.tensors import encode_tensor
 from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import gets_more_bits
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
-OUTTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # llama_ftype in llama.h
+# Number in llama.cpp's llama_ftype, and the type of most matrices.
+_FILE_TYPES = {
+    "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"), "Q8_0": (7, "Q8_0"), "Q4_0": (2, "Q4_0"),
+    "Q4_K_M": (15, "Q4_K"), "Q5_K_M": (17, "Q5_K"), "Q6_K": (18, "Q6_K"),
+}  # fmt: skip
+OUTTYPES = tuple(_FILE_TYPES)
+# Instead of K-quants, for matrices whose rows are not a multiple of 256.
+_SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _POSITIONS = "position_embd.weight"
 
 
@@ -52,7 +60,8 @@ def write(
 
     Vectors and position embeddings are F32, which llama.cpp requires. A matrix whose rows are not a multiple of 32
     can't be quantized and is F16. In a Q4_0 file the output head (the embedding, where they are tied) is Q8_0: its
-    errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K).
+    errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K). The types of a
+    K-quant file are those of llama.cpp's quantizer, without its exceptions for Falcon and the largest Llama.
 
     Args:
         path: The file; use `atomic_new_files`, so that a failed write leaves nothing.
@@ -72,7 +81,7 @@ def write(
     metadata = {
         "general.type": "model",
         "general.name": _model_name(path.stem),
-        "general.file_type": _FILE_TYPES[outtype],
+        "general.file_type": _FILE_TYPES[outtype][0],
         "general.quantization_version": 2,
         **config_metadata(config, architecture),
         **tokenizer_values,
@@ -85,7 +94,7 @@ def write(
             _write_padding(file)
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
     matrices = [name for name, tensor in file_tensors.items() if not _stays_float32(name, tensor)]
-    other_types = {name: types[name] for name in matrices if types[name] != outtype}
+    other_types = {name: types[name] for name in matrices if types[name] != _FILE_TYPES[outtype][1]}
     warnings = [*compatibility_notes(config, architecture), *tokenizer_notes]
     return WriteResult(warnings, other_types, outtype, tokens_may_differ=bool(tokenizer_notes))
 
@@ -116,10 +125,27 @@ def _stays_float32(name: str, tensor: LazyTensor) -> bool:
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig) -> str:
     if _stays_float32(name, tensor):
         return "F32"
-    if tensor.shape[-1] % ggml_type(outtype).block_size:
-        return "F16"
+    kind, width = _FILE_TYPES[outtype][1], tensor.shape[-1]
     is_head = name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight")
-    return "Q8_0" if outtype == "Q4_0" and is_head else outtype
+    if kind in K_QUANTS:
+        kind = "Q6_K" if is_head else _mixed_type(name, kind, config) if outtype.endswith("_M") else kind
+        kind = kind if width % ggml_type(kind).block_size == 0 else _SMALLER_BLOCKS[kind]
+    elif outtype == "Q4_0" and is_head:
+        kind = "Q8_0"
+    return kind if width % ggml_type(kind).block_size == 0 else "F16"
+
+
+def _mixed_type(name: str, kind: str, config: ModelConfig) -> str:
+    """The type of a matrix in a layer of a Q4_K_M or Q5_K_M file, whose most frequent type is `kind`."""
+    index, part = int(name.split(".")[1]) if name.startswith("blk.") else 0, name.split(".")[-2]
+    if config.num_experts == 8 and part in ("attn_v", "attn_k"):
+        return "Q8_0"
+    if config.num_experts == 8 and part == "attn_output" and kind == "Q4_K":
+        return "Q5_K"
+    if part == "attn_qkv":
+        return {"Q4_K": "Q5_K", "Q5_K": "Q6_K"}[kind]
+    has_more = part in ("attn_v", "ffn_down", "ffn_down_exps") and gets_more_bits(index, config.num_hidden_layers)
+    return "Q6_K" if has_more else kind
 
 
 def write_header(

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.header import ggml_types, read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, encode_tensor, read_tensor
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
@@ -36,11 +35,11 @@ def test_every_type_reads_like_the_gguf_package(number, tmp_path):
     np.testing.assert_array_equal(np.array(value.astype(mx.float32)), expected)
 
 
-@pytest.mark.parametrize("kind", gguf.OUTTYPES)
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite_are_errors(kind, dtype, bad):
-    values = mx.ones((40, 64), dtype)
+    values = mx.ones((40, 256), dtype)
     values[5, 7] = bad
     with pytest.raises(CheckpointError, match="tensor x has values that are NaN"):
         list(encode_tensor("x", lazy_tensor(values), kind))
