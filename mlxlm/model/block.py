@@ -67,8 +67,7 @@ class Block(nn.Module):
         self.multiplier = float(config.residual_multiplier)
         for name in self.norms.names:
             setattr(self, name, make_norm(config))
-        self.mixer_type = config.mixer(layer)
-        self.mixer_name, mixer = MIXERS[self.mixer_type]
+        self.mixer_name, mixer = MIXERS[config.mixer(layer)]
         self[self.mixer_name] = mixer(config, layer)
         self.mlp = MLPS[config.mlp(layer)](config)
         self.dropout = Dropout(dropout)

@@ -66,7 +66,7 @@ def make(**changes):
     model = Decoder(ModelConfig(**{**SIZES, **changes}))
     model.init_weights(0)
     for layer in (
-        layer for layer in model.layers if layer.mixer_type == "attention"
+        layer for layer in model.layers if "self_attn" in layer
     ):  # larger queries and keys than fresh ones: who is seen must matter
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 3
         layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 3
