@@ -222,15 +222,17 @@ _SHARED_DOWN = {"mlp.shared_expert.up_proj": "mlp.shared_expert.down_proj"}
 SCALED = {
     "mixtral": {**_ATTENTION, **_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH}"},
     "qwen2_moe": {**_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}"},
-    "qwen3_next": {**_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}"},
+    "qwen3_next": {
+        **_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}",
+        "input_layernorm": f"{_QKV} self_attn.gate_proj",
+    },
     "deepseek_v3": {
         "input_layernorm": "self_attn.q_a_proj self_attn.kv_a_proj_with_mqa", **_DOWN,
         "self_attn.q_a_layernorm": "self_attn.q_b_proj", "mlp.shared_experts.up_proj": "mlp.shared_experts.down_proj",
     },
     "gpt_oss": {**_ATTENTION, "post_attention_layernorm": f"mlp.gate {_SWITCH}"},
     "lfm2": {
-        "operator_norm": _QKV, "self_attn.v_proj": "self_attn.out_proj",
-        "ffn_norm": "feed_forward.w1 feed_forward.w3", "feed_forward.w3": "feed_forward.w2",
+        **_ATTENTION, "post_attention_layernorm": "mlp.gate_proj mlp.up_proj", "mlp.up_proj": "mlp.down_proj",
     },
 }  # fmt: skip
 
