@@ -34,6 +34,7 @@ from numpy.lib.stride_tricks import as_strided
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_map
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.cache.factory import DEFAULT
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.config import ModelConfig
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.options import GenerationOptions
@@ -439,9 +440,12 @@ def decode_launches(
     model = Decoder(config)
     set_zero_weights(model, bits)
     step, caches = DecodeStep(model.eval()), make_cache(model, kv)
-    for layer_cache, (mixer, _) in zip(caches, config.layer_sublayers, strict=True):
-        keys, values = (mx.zeros((rows, mixer.kv_heads, context, dim), mx.bfloat16) for dim in mixer.kv_dims)
-        layer_cache.update_and_fetch(keys, values)
+    for layer, layer_cache, (mixer, _) in zip(model.layers, caches, config.layer_sublayers, strict=True):
+        if isinstance(layer_cache, RecurrentCache):
+            layer.mixer(mx.zeros((rows, 1, config.hidden_size), mx.bfloat16), layer_cache)
+        else:
+            keys, values = (mx.zeros((rows, mixer.kv_heads, context, dim), mx.bfloat16) for dim in mixer.kv_dims)
+            layer_cache.update_and_fetch(keys, values)
     return step_launches(lambda tokens: step(tokens, caches), caches, rows)
 
 

@@ -21,18 +21,9 @@ KINDS = {
     "exaone_moe": {
         **_BASE, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 24, "num_shared_experts": 1,
     },
-    "qwen3_next": {
-        **_BASE, **_EXPERTS, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "decoder_sparse_step": 1,
-        "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
-    },
     "qwen3_5_text": {
         **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
-    "lfm2": {
-        **_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
-        "block_auto_adjust_ff_dim": False, "intermediate_size": 96,
     },
 }  # fmt: skip
 
@@ -59,6 +50,19 @@ NATIVE = {  # run by mlxlm's decoder
         "n_group": 2,
         "topk_group": 1,
     },
+    "qwen3_next": {
+        **_BASE,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "decoder_sparse_step": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
+    },
+    "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 

@@ -66,6 +66,19 @@ class _QuantizedMlxLmKVCache(MlxLmKVCache):
         return quantization[1]
 
 
+class MlxLmRecurrentCache(RecurrentCache):
+    """A state whose rows are never padded, as few of mlx_lm's models read that; with what they ask for."""
+
+    can_pad = False
+    lengths = left_padding = None
+
+    def advance(self, count: int) -> None:
+        """Do nothing; called after an update."""
+
+    def make_mask(self, count: int) -> None:
+        """Return None: no token is padding."""
+
+
 def make_caches(model: nn.Module, options: KVOptions) -> list[Any]:
     """Make the caches of a model: one per layer, or those of its `make_cache`, one after another.
 
@@ -122,7 +135,7 @@ def _translate(cache: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -
     """Our cache for one of mlx_lm's, or for None, a layer of a model without `make_cache`; None for other types."""
     kind = "KVCache" if cache is None else type(cache).__name__
     if kind == "ArraysCache":
-        return RecurrentCache(len(cache.cache))
+        return MlxLmRecurrentCache(len(cache.cache))
     if kind not in ("KVCache", "RotatingKVCache") or getattr(cache, "keep", False):
         return None
     window = cache.max_size if kind == "RotatingKVCache" else None

@@ -40,6 +40,11 @@ def to_decoder_weights(
             continue
         names = mapping.modules if mapping.name == name else [f"{part}.{parameter}" for part in mapping.modules]
         whole = _transpose(tensor, mapping, names[0])
+        if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
+            matrix = (whole.shape[0], whole.shape[1] * whole.shape[2])
+            whole = whole.transform(partial(mx.reshape, shape=matrix), shape=matrix)
+        if mapping.offset:
+            whole = whole.transform(partial(_add, number=-mapping.offset))
         if mapping.interleaved:
             if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
@@ -93,8 +98,17 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
+        if mapping.channel_axis and len(whole.shape) == 2:
+            shape = (*whole.shape[: mapping.channel_axis], 1, *whole.shape[mapping.channel_axis :])
+            whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
+        if mapping.offset:
+            whole = whole.transform(partial(_add, number=mapping.offset))
         result[target] = _transpose(whole, mapping, name)
     return result
+
+
+def _add(value: mx.array, number: float) -> mx.array:
+    return value + number
 
 
 def _transpose(tensor: LazyTensor, mapping: WeightMapping, name: str) -> LazyTensor:

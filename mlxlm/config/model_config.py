@@ -12,10 +12,10 @@ from typing import Any
 from mlxlm.config.components import (
     CHOICES,
     DENSE,
-    FULL,
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,
+    RECURRENT,
     SHARED_NORM,
     SLIDING,
     NormPlacement,
@@ -24,7 +24,14 @@ from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
-from mlxlm.config.sublayers import LATENT_FIELDS, MIXERS, MLPS, Sublayer, validate_latent_attention
+from mlxlm.config.sublayers import (
+    LATENT_FIELDS,
+    MIXERS,
+    MLPS,
+    Sublayer,
+    validate_latent_attention,
+    validate_layer_types,
+)
 from mlxlm.utils.errors import ConfigError, short_repr
 
 
@@ -59,7 +66,17 @@ class ModelConfig:
         rope_scaling: Hugging Face's object with `rope_type`; see `mlxlm.config.rope_scaling`.
         partial_rotary_factor: Fraction of a head that is rotated.
         sliding_window: Number of tokens that a token attends to, including itself.
-        layer_types: "sliding_attention" for layers with the window, "full_attention" for others. None: all have it.
+        layer_types: "sliding_attention" for layers with the window, "full_attention" for others, "conv" for gated short
+            convolutions instead of attention (LFM2), "linear_attention" for the gated delta rule (Qwen3-Next). None:
+            all layers have the window, if there is one.
+        conv_L_cache: Taps of a short convolution.
+        conv_bias: Biases of short convolutions and their projections.
+        linear_num_value_heads: Heads of the gated delta rule.
+        linear_num_key_heads: Its number of query and key heads, each for as many value heads.
+        linear_key_head_dim: Size of its queries and keys.
+        linear_value_head_dim: Size of its values.
+        linear_conv_kernel_dim: Taps of the convolution before it.
+        attn_output_gate: The output of attention is multiplied by a gate (Qwen3-Next).
         qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
         clip_qkv: Queries, keys and values are clipped to this magnitude, before their positions (OLMo).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
@@ -127,6 +144,14 @@ class ModelConfig:
     partial_rotary_factor: float = 1.0
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    conv_L_cache: int = 3
+    conv_bias: bool = False
+    linear_num_value_heads: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+    attn_output_gate: bool = False
     qk_norm: str | None = None
     clip_qkv: float | None = None
     alibi_scaled: bool = False
@@ -219,7 +244,9 @@ class ModelConfig:
 
     def mixer(self, layer: int) -> str:
         """The sublayer that mixes tokens in this layer, a name in `mlxlm.config.sublayers.MIXERS`."""
-        return "attention" if self.kv_lora_rank is None else "latent_attention"
+        if self.kv_lora_rank is not None:
+            return "latent_attention"
+        return "attention" if self.layer_types is None else RECURRENT.get(self.layer_types[layer], "attention")
 
     def mlp(self, layer: int) -> str:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
@@ -365,7 +392,7 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
     if c.swiglu_limit is not None and not (c.mlp_gated and c.hidden_act == "silu"):
         yield "swiglu_limit is for SwiGLU (mlp_gated=true, hidden_act=silu)"
     if c.layer_types is not None:
-        yield from _validate_layer_types(c)
+        yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
     if c.num_experts is not None:
@@ -389,15 +416,6 @@ def _validate_rope(c: ModelConfig) -> Iterator[str]:
         yield "rope_layers must be a list of true and false"
     elif layers is not None and len(layers) != c.num_hidden_layers:
         yield f"rope_layers has {len(layers)} entries, one for each of {c.num_hidden_layers} layers is needed"
-
-
-def _validate_layer_types(c: ModelConfig) -> Iterator[str]:
-    if not isinstance(c.layer_types, tuple) or any(kind not in (FULL, SLIDING) for kind in c.layer_types):
-        yield f"layer_types must be a list of {FULL} and {SLIDING}"
-    elif len(c.layer_types) != c.num_hidden_layers:
-        yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
-    elif SLIDING in c.layer_types and c.sliding_window is None:
-        yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
 
 
 def _validate_token_ids(c: ModelConfig) -> Iterator[str]:
@@ -456,6 +474,8 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
         for matrix in sublayer.matrices:
             part = "projections" if matrix.group in ("query", "key", "value") else matrix.group
             flops[part] += 2 * layers * matrix.active_parameters
+        if sublayer.state_flops:
+            flops["state"] += layers * sublayer.state_flops
     scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
     head = 2 * c.hidden_size * c.vocab_size
     return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}
@@ -463,7 +483,7 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
 
 def attended_keys(c: ModelConfig, context_length: float) -> float:
     """Number of keys that the last of `context_length` tokens attends to, summed over layers and limited by windows."""
-    return sum(min(context_length, window or context_length) for window in _windows(c))
+    return sum(min(context_length, window or context_length) for window in attention_windows(c))
 
 
 def mean_attended_keys(c: ModelConfig, length: int) -> float:
@@ -473,7 +493,7 @@ def mean_attended_keys(c: ModelConfig, length: int) -> float:
         limit = min(window or length, length)
         return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
 
-    return sum(mean(window) for window in _windows(c))
+    return sum(mean(window) for window in attention_windows(c))
 
 
 def layer_activations(c: ModelConfig) -> int:
@@ -499,6 +519,12 @@ def kv_cache_values(c: ModelConfig, context_length: int) -> tuple[int, int]:
     return keys, values
 
 
+def recurrent_state_bytes(c: ModelConfig, bytes_per_value: int) -> int:
+    """Bytes of the states of the recurrent layers of one sequence, however long it is."""
+    mixers = [mixer for mixer, _ in c.layer_sublayers]
+    return sum(mixer.state_values * bytes_per_value + 4 * mixer.float32_state_values for mixer in mixers)
+
+
 def window_slack(window: int) -> int:
     """Tokens that a cache keeps beyond a window, so that an answer can be trimmed without a new prefill.
 
@@ -512,6 +538,6 @@ def window_spare(window: int) -> int:
     return max(64, window // 8)
 
 
-def _windows(c: ModelConfig) -> list[int | None]:
+def attention_windows(c: ModelConfig) -> list[int | None]:
     """The window of each layer with attention."""
     return [c.window(layer) for layer, (mixer, _) in enumerate(c.layer_sublayers) if any(mixer.score_flops)]

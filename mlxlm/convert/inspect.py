@@ -14,6 +14,7 @@ from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import NORMS
+from mlxlm.config.model_config import attention_windows
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError
@@ -171,10 +172,17 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
     multipliers = {"embeddings": c.embedding_multiplier, "residual": c.residual_multiplier}
     multipliers["logits"] = 1 / c.logits_scaling
-    windows = sum(c.window(i) is not None for i in range(c.num_hidden_layers))
+    windows = sum(window is not None for window in attention_windows(c))
+    mixers = Counter(map(c.mixer, range(c.num_hidden_layers)))
+    convolutions, delta = mixers["short_conv"], mixers["gated_delta"]
+    linear = (
+        f"gated delta rule, {c.linear_num_value_heads} heads of {c.linear_key_head_dim} x {c.linear_value_head_dim}"
+    )
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
-        "attention": _attention(c),
+        "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
+        "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
+        "linear attention": f"{linear}, in {delta} layers" if delta else "",
         "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}{limit}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
@@ -199,7 +207,8 @@ def _attention(c: ModelConfig) -> str:
     norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
     clip = "" if c.clip_qkv is None else f", clipped at {c.clip_qkv:g}"
     sinks = ", with sinks" if c.attention_sinks else ""
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{clip}{sinks}"
+    gate = ", gated" if c.attn_output_gate else ""
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{clip}{sinks}{gate}"
 
 
 def _positions(c: ModelConfig) -> str:

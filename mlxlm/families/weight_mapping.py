@@ -14,7 +14,7 @@ from mlxlm.families.registry import family_of
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One module of a file and the modules of the decoder whose rows it contains.
+    """One module of a file and the modules of the decoder whose rows it contains; or one parameter.
 
     Attributes:
         name: Module in the file, without ".weight" or ".bias"; or a whole tensor, as those in `modules` then are, too.
@@ -30,6 +30,9 @@ class WeightMapping:
         experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
             decoder. 0: one module.
         per_head: The two fused modules have a matrix for each head in the decoder, `[G, in, rows]` and `[G, rows, in]`.
+        channel_axis: Axis of size 1 that a convolution's weight, `[channels, taps]` in the decoder, has in the file: 1
+            as in PyTorch, 2 as in MLX. 0: no convolution.
+        offset: The weight in the file is that of the decoder plus this.
         stacked: The first axis is that of the experts, the second one that of the rows.
     """
 
@@ -42,6 +45,8 @@ class WeightMapping:
     rotary_dims: int = 0
     experts: int = 0
     per_head: bool = False
+    channel_axis: int = 0
+    offset: float = 0.0
     stacked: bool = False
 
     @property
@@ -69,12 +74,13 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     layer_modules |= family.extra_layer_modules(config)
     if family.rope_interleaved:
         layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
-    rows_of = {
-        f"model.layers.{i}.{matrix.module}": matrix.outputs
+    matrices = {
+        f"model.layers.{i}.{matrix.module}": matrix
         for i, kind in enumerate(config.layer_sublayers)
         for sublayer in kind
         for matrix in sublayer.matrices
     }
+    modules_of |= {name: (name,) for name, matrix in matrices.items() if matrix.group == "convolution"}
     for i in range(config.num_hidden_layers):
         for name, fused in layer_modules.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
@@ -85,17 +91,24 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
-        if "*" in name:
+        if for_mlx and family.mlx_lm_adds_one and modules[0].endswith("norm"):
+            mappings.append(WeightMapping(stored, modules, offset=1.0))
+        elif modules[0] in matrices and matrices[modules[0]].group == "convolution":
+            mappings.append(WeightMapping(stored, modules, channel_axis=2 if for_mlx else 1))
+        elif "*" in name:
             mappings.append(WeightMapping(name, modules, experts=config.num_experts or 0))
         elif len(modules) > 1:
-            rows = tuple(rows_of[module] for module in modules)
-            groups = config.num_key_value_heads if family.qkv_interleaved else 1
+            if modules[0] not in matrices:  # of another kind of layer
+                continue
+            rows = tuple(matrices[module].outputs for module in modules)
+            field = family.interleaved.get(name.removeprefix(family.prefix).split(".", 2)[-1])
+            groups = getattr(config, field) if field else 1
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
     for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
-        rows = tuple(rows_of[tensor.rpartition(".")[0]] for tensor in tensors)
+        rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
         full_name = f"{family.prefix}{family.layers}.{i}.{name}"
         mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
@@ -123,7 +136,7 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     None for tensors that aren't parameters: masks and rotary frequencies in old files, and the copy of a tied head.
     """
     family = family_of(config)
-    if name.endswith(family.ignored_suffixes):
+    if name.endswith(family.ignored_suffixes) or name.startswith(family.ignored_prefixes):
         return None
     layer = re.match(rf"{family.prefix}{family.layers}\.(\d{{1,9}})\.", name) if family.has_mtp_layers else None
     if layer is not None and int(layer[1]) >= config.num_hidden_layers:

@@ -1,4 +1,4 @@
-"""A decoder layer: attention and feed-forward (MLP) with their norms and residual connections.
+"""A decoder layer: a mixer of tokens and a feed-forward (MLP) with their norms and residual connections.
 
 With gradient checkpointing, the gradient recomputes the activations of a layer instead of keeping them (Chen et al.
 2016, "Training Deep Nets with Sublinear Memory Cost"), with the same dropout masks.
@@ -13,8 +13,10 @@ from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.model.feed_forward import FeedForward
+from mlxlm.model.gated_delta import GatedDeltaNet
 from mlxlm.model.latent_attention import LatentAttention
 from mlxlm.model.norms import add_norm, make_norm
+from mlxlm.model.short_conv import ShortConv
 
 
 class Dropout(nn.Module):
@@ -95,7 +97,7 @@ class Block(nn.Module):
             residual: `[B, T, hidden]`, or `[B, hidden]` in a decoding step (`Decoder.decode`).
             hidden_states: Output of the layer before, not yet added to `residual`. None for the first layer, and with
                 post-norm.
-            cache: A key-value cache.
+            cache: The layer's cache.
             segment_ids: See `Attention`.
 
         Returns:
@@ -160,5 +162,10 @@ def checkpointed_layer(
 
 
 # By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
-MIXERS = {"attention": ("self_attn", Attention), "latent_attention": ("self_attn", LatentAttention)}
+MIXERS = {
+    "attention": ("self_attn", Attention),
+    "latent_attention": ("self_attn", LatentAttention),
+    "short_conv": ("conv", ShortConv),
+    "gated_delta": ("linear_attn", GatedDeltaNet),
+}
 MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}

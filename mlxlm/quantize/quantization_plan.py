@@ -31,8 +31,8 @@ class Matrix:
         rows: Number of rows, of all experts.
         width: Number of columns.
         format: The format that mlx_lm's class requires, if it does: routers have 8 bits.
-        quantized: False if it keeps 16 bits: routers of mlxlm's decoder, DeepSeek V2's `kv_b_proj`, and what mlx_lm's
-            class says.
+        quantized: False if it keeps 16 bits: routers, convolutions and DeepSeek V2's `kv_b_proj` of mlxlm's decoder, and
+            what mlx_lm's class says.
     """
 
     name: str
@@ -108,7 +108,8 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
     """The matrices of mlxlm's decoder."""
     home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
-    routers = tuple(m.module for sublayer, _ in sublayers(config) for m in sublayer.matrices if m.group == "router")
+    matrices = (matrix for sublayer, _ in sublayers(config) for matrix in sublayer.matrices)
+    exact = tuple(matrix.module for matrix in matrices if matrix.group in ("router", "convolution"))
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         if parameter != "weight" or len(tensor.shape) < 2:
@@ -119,7 +120,7 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
             width = tensor.shape[-1]
             rows = sum(math.prod(tensors[f"{m}.weight"].shape) for m in modules) // width
             # The rows of `kv_b_proj` aren't those of the two modules.
-            quantized = not module.endswith(routers) and not (stored is not None and stored.per_head)
+            quantized = not module.endswith(exact) and not (stored is not None and stored.per_head)
             found[target] = Matrix(target, modules, rows, width, quantized=quantized)
     return tuple(found.values())
 

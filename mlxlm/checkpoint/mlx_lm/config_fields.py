@@ -181,14 +181,6 @@ def _identity_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": context}}
 
 
-def _lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
-    types, layers = values.get("layer_types"), values.get("full_attn_idxs")
-    attention = [i for i, kind in enumerate(types or ()) if kind == FULL] if layers is None else layers
-    if len(set(attention)) >= values["num_hidden_layers"]:
-        raise CheckpointError("all layers have full attention, mlx_lm's model needs a convolution in one of them")
-    return {}
-
-
 def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
     if (values.get("rope_scaling") or {}).get("mscale_all_dim"):
         raise CheckpointError("rope_parameters has mscale_all_dim, which mlx_lm's minicpm3 doesn't implement")
@@ -217,8 +209,6 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3_text": _gemma3,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
     "granitemoehybrid": _granite_hybrid,
-    "lfm2": _lfm2,
-    "lfm2_moe": _lfm2,
     "llama4_text": _llama4,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},
     "minicpm3": _minicpm3,
