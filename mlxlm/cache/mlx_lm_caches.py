@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
@@ -21,7 +22,34 @@ class MlxLmKVCache(KVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values `[B, H_kv, T, D]`; return the visible ones."""
         keys, values = super().update_and_fetch(keys, values)
-        return _dequantized(keys), _dequantized(values)
+        return self._form(keys), self._form(values)
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return what the last update did, for layers that share it."""
+        keys, values = (buffer.read(self._first, self._end) for buffer in self._buffers)
+        return self._form(keys), self._form(values)
+
+    def _form(self, x: Any) -> Any:
+        """Keys or values in the form that attention takes."""
+        return x.dequantized() if isinstance(x, QuantizedKV) else x
+
+    @property
+    def keys(self) -> mx.array:
+        """The buffer of keys, which some models make depend on that of another cache, to evaluate both."""
+        return self._buffers[0].arrays[0]
+
+    @keys.setter
+    def keys(self, buffer: mx.array) -> None:
+        self._buffers[0].arrays[0] = buffer
+
+    @property
+    def values(self) -> mx.array:
+        """The buffer of values. DeepSeek V3.2 sets that of its indexer to zeros, which changes nothing."""
+        return self._buffers[1].arrays[0]
+
+    @values.setter
+    def values(self, buffer: mx.array) -> None:
+        pass
 
     def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
         """Make the attention mask for `n` new positions per row.
@@ -49,10 +77,9 @@ class MlxLmKVCache(KVCache):
 class _QuantizedMlxLmKVCache(MlxLmKVCache):
     """Keys and values of the same bits, in the form that mlx_lm's attention multiplies quantized."""
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys and values `[B, H_kv, T, D]`; return the packed values, scales and biases of the visible ones."""
-        keys, values = KVCache.update_and_fetch(self, keys, values)
-        return keys.arrays, values.arrays
+    def _form(self, x: Any) -> Any:
+        """The packed values, scales and biases."""
+        return x.arrays
 
     @property
     def bits(self) -> int | None:
@@ -118,16 +145,22 @@ def _flat(caches: Iterable[Any]) -> Iterable[Any]:
             yield cache
 
 
-def _translate(cache: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> Any:
+def _translate(own: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> Any:
     """Our cache for one of mlx_lm's, or for None, a layer of a model without `make_cache`; None for other types."""
-    kind = "KVCache" if cache is None else type(cache).__name__
+    kind = "KVCache" if own is None else type(own).__name__
     if kind == "ArraysCache":
-        return RecurrentCache(len(cache.cache))
-    if kind not in ("KVCache", "RotatingKVCache") or getattr(cache, "keep", False):
+        return _recurrent_class(type(own))(len(own.cache))
+    if kind not in ("KVCache", "RotatingKVCache") or getattr(own, "keep", False):
         return None
-    window = cache.max_size if kind == "RotatingKVCache" else None
+    window = own.max_size if kind == "RotatingKVCache" else None
     rotation, sliding = cache_policies(options, window)
     return cache_type(rotation=rotation, window=sliding, key_bits=options.key_bits, value_bits=options.value_bits)
+
+
+@cache
+def _recurrent_class(own: type) -> type[RecurrentCache]:
+    """RecurrentCache for models of mlx_lm: Mamba updates nothing else than mlx_lm's ArraysCache."""
+    return type("MlxLmRecurrentCache", (RecurrentCache, own), {})
 
 
 def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
@@ -144,7 +177,3 @@ def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
             known = False
         model._multiplies_quantized = known
     return known
-
-
-def _dequantized(x: mx.array | QuantizedKV) -> mx.array:
-    return x.dequantized() if isinstance(x, QuantizedKV) else x
