@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": _LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 128,
     "sliding_window": 12, "rms_norm_eps": 1e-3, "rope_theta": 123.0, "tie_word_embeddings": False,
-    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     # older names
     "n_embd": 64, "n_layer": _LAYERS, "n_head": 4, "n_positions": 128, "n_inner": 96, "n_ctx": 128, "d_model": 64,
     "n_layers": _LAYERS, "n_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_seq_len": 128, "seq_length": 128,
@@ -79,14 +79,18 @@ SMALL: dict[str, Any] = {
 # Further values of one type: sizes that depend on each other.
 BY_TYPE: dict[str, dict[str, Any]] = {
     "apertus": {"hidden_act": "xielu"},
+    **dict.fromkeys(("falcon_mamba", "mamba"), {"layer_norm_epsilon": 1e-5}),
     "gpt_oss": {"attention_bias": True},
     "gptj": {"n_inner": None},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "jamba": {"num_experts": 1},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2, "tie_word_embeddings": True}),
     "llama4_text": {"num_experts_per_tok": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
-    "minicpm3": {"tie_word_embeddings": False},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "layer_norm_epsilon": 1e-5},
+    "mimo_v2_flash": {"head_dim": 24},
+    "minicpm3": {"v_head_dim": 16},
+    "nanochat": {"rms_norm_eps": 1e-5},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "recurrent_gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True},
 }
 
 
@@ -133,10 +137,12 @@ def model_types() -> list[str]:
 
 
 def of_transformers() -> dict[str, str]:
-    """Model types of transformers, with the name of the class."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Model types of transformers that complete a text, with the name of the class."""
+    from transformers.models.auto import modeling_auto
 
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    with_images, ours = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, {*of_mlx_lm(), *FAMILIES}
+    known = {name: value for name, value in with_images.items() if name in ours}
+    return {**known, **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 
 
 def of_mlx_lm() -> dict[str, str]:
@@ -188,7 +194,7 @@ def save_tiny(model_type: str, folder: Path) -> np.ndarray:
 
     default = transformers.AutoConfig.for_model(model_type)
     sizes = {name: value for name, value in _small(default).items() if name not in _SET}
-    model = make_oracle(model_type, {**sizes, **BY_TYPE.get(model_type, {})}, VOCABULARY, "eager")
+    model = make_oracle(model_type, sizes, VOCABULARY, "eager")
     model.save_pretrained(folder)
     return logits_of(model, TOKENS)
 
@@ -202,7 +208,7 @@ def _small(config: Any) -> dict[str, Any]:
     if "kv_lora_rank" in fields:  # no shared heads
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": 8}
     parts = {name: getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None}
-    return values | {name: _small(part) for name, part in parts.items()}
+    return values | BY_TYPE.get(config.model_type, {}) | {name: _small(part) for name, part in parts.items()}
 
 
 def difference(model: Any, wanted: np.ndarray, limit: int) -> float:
@@ -227,7 +233,10 @@ def _of_mlx_lm_alone(model_type: str) -> Row:
     fields = inspect.signature(arguments).parameters
     values = {field: value for field, value in SMALL.items() if field in fields}
     try:
-        model, _ = build_model({"model_type": model_type, **values, **BY_TYPE.get(model_type, {})})
+        values = {"model_type": model_type, **values, **BY_TYPE.get(model_type, {})}
+        if "text_config" in fields:
+            values["text_config"] = {**SMALL, **values}
+        model, _ = build_model(values)
         return Row(model_type, BATCHED if can_batch(model) else ALONE, note="mlx_lm's class alone, not compared")
     except Exception as error:
         return Row(model_type, ALONE, note=f"by name: {_line(error)}")

@@ -367,8 +367,11 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
             """Rename and reshape tensors before mlx_lm's own `sanitize`; before and after it, merge an adapter."""
             weights = self.merge(False, weights)
             if text_only:
-                prefix = "language_model."
-                weights = {prefix + name.removeprefix(prefix): value for name, value in weights.items()}
+                outer, inner = ("model.", "language_model.") if name == "gemma3n" else ("", "language_model.")
+                prefix = outer + inner
+                weights = {prefix + n.removeprefix(prefix).removeprefix(outer): x for n, x in weights.items()}
+            for pattern, new in _RENAMED.get(name, ()):
+                weights = {re.sub(pattern, new, n): x for n, x in weights.items()}
             if name in _CONVERT:
                 weights = _CONVERT[name](weights)
             return self.merge(True, super().sanitize(weights) if hasattr(model_class, "sanitize") else weights)
@@ -401,4 +404,34 @@ def _gpt_oss(weights: Weights) -> Weights:
     return result
 
 
-_CONVERT: dict[str, Callable[[Weights], Weights]] = {"ernie4_5_moe": _ernie4_5_moe, "gpt_oss": _gpt_oss}
+def _stack_experts(weights: Weights) -> Weights:
+    """Experts one by one, where mlx_lm expects gate and up projections in one matrix of all experts."""
+    result, stacks = {}, {}
+    for name, value in weights.items():
+        if match := re.fullmatch(r"(.+)\.experts\.(\d{1,9})\.(\w+\.weight)", name):
+            stacks.setdefault(f"{match[1]}.switch_mlp.{match[3]}", {})[int(match[2])] = value
+        else:
+            result[name] = value
+    return result | {name: mx.stack([stack[i] for i in range(len(stack))]) for name, stack in stacks.items()}
+
+
+_CONVERT: dict[str, Callable[[Weights], Weights]] = {
+    "ernie4_5_moe": _ernie4_5_moe,
+    "gpt_oss": _gpt_oss,
+    "qwen3_5_moe": _stack_experts,
+}
+# Pattern of a name that transformers saves, and what mlx_lm's model has instead.
+_RENAMED = {
+    "nanochat": (
+        (r"^model\.embed_tokens\.", "transformer.wte."),
+        (r"^model\.layers\.", "transformer.h."),
+        (r"\.self_attn\.([qkv])_proj\.", r".attn.c_\1."),
+        (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
+        (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+        (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+    ),
+    "olmo_hybrid": (
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    ),
+}
