@@ -80,16 +80,26 @@ SMALL: dict[str, Any] = {
 BY_TYPE: dict[str, dict[str, Any]] = {
     "apertus": {"hidden_act": "xielu"},
     **dict.fromkeys(("falcon_mamba", "mamba"), {"layer_norm_epsilon": 1e-5}),
+    "gemma3n_text": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), {"tie_word_embeddings": True}),
     "gpt_oss": {"attention_bias": True},
     "gptj": {"n_inner": None},
-    "jamba": {"num_experts": 1},
+    "jamba": {"num_experts": 1, "num_local_experts": 1, "attn_layer_offset": 1, "attn_layer_period": 2},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2, "tie_word_embeddings": True}),
     "llama4_text": {"num_experts_per_tok": 1},
+    "longcat_flash": {"zero_expert_num": 0},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "layer_norm_epsilon": 1e-5},
     "mimo_v2_flash": {"head_dim": 24},
     "minicpm3": {"v_head_dim": 16},
+    "minimax_m3_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
+    },
     "nanochat": {"rms_norm_eps": 1e-5},
+    "olmo_hybrid": {"linear_num_value_heads": 2},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "mrope_section": [2, 3, 3]}
+    }),
     "recurrent_gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True},
 }
 

@@ -272,6 +272,7 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "gemma3_text": _gemma3,
+    "gemma4_unified_text": lambda values: {"hidden_size_per_layer_input": 0, **values},
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
     "granitemoehybrid": _granite_hybrid,

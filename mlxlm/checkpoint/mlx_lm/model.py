@@ -355,6 +355,8 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
 
         def __call__(self, inputs: mx.array, cache: Any = None, **options: Any) -> Any:
             """Compute the logits. The caches of a layer that has several are given one after another."""
+            if cache is None and name == "gemma3n":  # without, layers would compute the keys that they should share
+                cache = self.make_cache()
             for layer_cache in cache or ():
                 if hasattr(layer_cache, "begin_update"):
                     layer_cache.begin_update(*inputs.shape[:2])
@@ -365,7 +367,7 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
 
         def sanitize(self, weights: Weights) -> Weights:
             """Rename and reshape tensors before mlx_lm's own `sanitize`; before and after it, merge an adapter."""
-            weights = self.merge(False, weights)
+            weights = self.merge(False, {n: x for n, x in weights.items() if not n.startswith("model.vision_")})
             if text_only:
                 outer, inner = ("model.", "language_model.") if name == "gemma3n" else ("", "language_model.")
                 prefix = outer + inner
@@ -385,6 +387,17 @@ def _ernie4_5_moe(weights: Weights) -> Weights:
         if name.endswith("e_score_correction_bias") and mx.any(value != 0).item():
             raise CheckpointError(f"{name} isn't zero, which mlx_lm's ernie4_5_moe doesn't implement")
     return weights
+
+
+def _gemma3n(weights: Weights) -> Weights:
+    """Layers with the keys and values of others: newer files lack projections that mlx_lm's model has but never uses."""
+    queries, result = "q_proj.weight", dict(weights)
+    for name in (name for name in weights if name.endswith(queries)):
+        for unused in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            first = re.sub(r"layers\.\d{1,9}\.", "layers.0.", name).replace(queries, unused)
+            if first in weights:
+                result.setdefault(name.replace(queries, unused), weights[first])
+    return result
 
 
 def _gpt_oss(weights: Weights) -> Weights:
@@ -417,6 +430,7 @@ def _stack_experts(weights: Weights) -> Weights:
 
 _CONVERT: dict[str, Callable[[Weights], Weights]] = {
     "ernie4_5_moe": _ernie4_5_moe,
+    "gemma3n": _gemma3n,
     "gpt_oss": _gpt_oss,
     "qwen3_5_moe": _stack_experts,
 }
