@@ -30,16 +30,20 @@ import numpy as np
 from common import report
 
 from mlxlm.backend.mlx import mx
+from mlxlm.cache import make_cache
+from mlxlm.cache.mlx_lm_caches import can_batch
 from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.mlx_lm.model import build_model
-from mlxlm.cache.mlx_lm_caches import can_batch
 from mlxlm.families import FAMILIES
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.cache import make_cache
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import MlxlmError
 
-NATIVE, BATCHED, ALONE, REFUSED, FAILS = "native", "in the batch", "one by one", "refused", "fails"
+# The decoder runs it; mlx_lm's class does, and texts share batches or not; mlx_lm has a class, but no tiny model could
+# be made; it is refused; an error that isn't mlxlm's was raised.
+NATIVE, BATCHED, ALONE, UNTRIED, REFUSED, FAILS = KINDS = (
+    "native", "in the batch", "one by one", "by name", "refused", "fails",
+)  # fmt: skip
 VOCABULARY, LENGTH = 97, 40
 TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
 _SET = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # by `make_oracle`
@@ -54,7 +58,8 @@ SMALL: dict[str, Any] = {
     "n_embd": 64, "n_layer": _LAYERS, "n_head": 4, "n_positions": 128, "n_inner": 96, "n_ctx": 128, "d_model": 64,
     "n_layers": _LAYERS, "n_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_seq_len": 128, "seq_length": 128,
     "rotary_dim": 8, "ffn_hidden_size": 96, "num_layers": _LAYERS, "layer_norm_eps": 1e-3, "layer_norm_epsilon": 1e-3,
-    "norm_eps": 1e-3, "layernorm_epsilon": 1e-3, "mixer_rms_eps": 1e-3, "norm_epsilon": 1e-3, "attention_bias": False, "mlp_bias": False, "num_heads": 4,
+    "norm_eps": 1e-3, "layernorm_epsilon": 1e-3, "mixer_rms_eps": 1e-3, "norm_epsilon": 1e-3,
+    "attention_bias": False, "mlp_bias": False, "num_heads": 4,
     # mixtures
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 32, "expert_ffn_hidden_size": 32, "n_shared_experts": 1,
@@ -71,6 +76,17 @@ SMALL: dict[str, Any] = {
     "mamba_d_ssm": 128, "mamba_dt_rank": 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8,
     "state_size": 8, "time_step_rank": 4, "n_groups": 1, "chunk_size": 16, "lru_width": 64, "block_size": 16,
     "conv_L_cache": 3, "block_ff_dim": 96, "block_auto_adjust_ff_dim": False,
+    "full_attention_interval": 2, "linear_conv_kernel_dim": 4, "conv_kernel": 4, "layer_group_size": 2,
+    "group_norm_size": 2, "conv_window": 2, "a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8,
+    "decay_low_rank_dim": 8, "conv_bias": False,
+    # what only classes of mlx_lm have
+    "mlp_only_layers": [], "decoder_sparse_step": 1, "routed_scaling_factor": 1.0, "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True, "dim_model_base": 64, "scale_depth": 1.0, "scale_emb": 1.0, "hidden_dim": 96,
+    "num_kv_reuse_layers": 1, "num_kv_heads": 2, "n_kv_heads": 2, "sliding_window_layers": [1],
+    "use_mixed_mlp_moe": True, "num_shared_expert": 1, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 1, "num_attention_groups": 2,
+    "dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0, "num_transformer_layers": 4,
+    "model_dim": 64, "ffn_dim_divisor": 8, "num_query_heads": 4, "ffn_multipliers": 1.0, "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
     # Gemma 3n and 4
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4,
     "altup_num_inputs": 2, "num_kv_shared_layers": 0, "global_head_dim": 16, "num_global_key_value_heads": None,
@@ -97,9 +113,10 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "nanochat": {"rms_norm_eps": 1e-5},
     "olmo_hybrid": {"linear_num_value_heads": 2},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "mrope_section": [2, 3, 3]}
-    }),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"),
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "mrope_section": [2, 3, 3]}},
+    ),
     "recurrent_gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True},
 }
 
@@ -110,7 +127,7 @@ class Row:
 
     Attributes:
         model_type: Hugging Face's.
-        how: NATIVE, BATCHED, ALONE, REFUSED or FAILS.
+        how: One of KINDS.
         error: Largest difference of logits, in their standard deviations; None if it isn't known.
         note: Why it is refused or isn't compared.
     """
@@ -129,10 +146,12 @@ def main() -> None:
     for model_type in types or model_types():
         rows.append(classify(model_type))
         print(".", end="", flush=True, file=sys.stderr)
-    rows.sort(key=lambda row: ((NATIVE, BATCHED, ALONE, REFUSED, FAILS).index(row.how), row.model_type))
+    rows.sort(key=lambda row: (KINDS.index(row.how), row.model_type))
     table = [(row.model_type, describe(row)) for row in rows]
     counts = dict(Counter(row.how for row in rows))
-    report(f"Model types: {counts}", table, {"benchmark": "families", "counts": counts, "types": list(map(asdict, rows))})
+    report(
+        f"Model types: {counts}", table, {"benchmark": "families", "counts": counts, "types": list(map(asdict, rows))}
+    )
 
 
 def describe(row: Row) -> str:
@@ -181,14 +200,17 @@ def classify(model_type: str) -> Row:
         try:
             wanted = save_tiny(model_type, Path(folder))
         except Exception as error:  # whatever transformers raises for a configuration that isn't one
-            how = NATIVE if model_type in FAMILIES else BATCHED
-            return Row(model_type, how, note=f"by name: {_line(error)}")
+            return Row(model_type, NATIVE if model_type in FAMILIES else UNTRIED, note=f"no tiny model: {_line(error)}")
         try:
             model, config = load_model(folder)
             how = NATIVE if isinstance(model, Decoder) else BATCHED if can_batch(model) else ALONE
             return Row(model_type, how, difference(model, wanted, config.max_position_embeddings))
         except Exception as error:  # an error of mlxlm, or a fault
-            return Row(model_type, REFUSED if isinstance(error, MlxlmError) else FAILS, note=_line(error).replace(f"{folder}: ", ""))
+            return Row(
+                model_type,
+                REFUSED if isinstance(error, MlxlmError) else FAILS,
+                note=_line(error).replace(f"{folder}: ", ""),
+            )
 
 
 def _without_model(model_type: str) -> bool:
@@ -249,7 +271,7 @@ def _of_mlx_lm_alone(model_type: str) -> Row:
         model, _ = build_model(values)
         return Row(model_type, BATCHED if can_batch(model) else ALONE, note="mlx_lm's class alone, not compared")
     except Exception as error:
-        return Row(model_type, ALONE, note=f"by name: {_line(error)}")
+        return Row(model_type, UNTRIED, note=f"no tiny model: {_line(error)}")
 
 
 def _line(error: BaseException) -> str:

@@ -138,11 +138,11 @@ def can_batch(model: Any) -> bool:
 
 
 def _flat(caches: Iterable[Any]) -> Iterable[Any]:
-    for cache in caches:
-        if type(cache).__name__ == "CacheList":
-            yield from _flat(cache.caches)
+    for own in caches:
+        if type(own).__name__ == "CacheList":
+            yield from _flat(own.caches)
         else:
-            yield cache
+            yield own
 
 
 def _translate(own: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> Any:

@@ -267,7 +267,9 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "cohere2": _pattern,
     "deepseek_v2": _identity_scaling,
     "exaone": lambda values: {
-        "num_layers": values.get("num_hidden_layers"), "layer_norm_epsilon": values.get("rms_norm_eps"), **values
+        "num_layers": values.get("num_hidden_layers"),
+        "layer_norm_epsilon": values.get("rms_norm_eps"),
+        **values,
     },
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
@@ -287,7 +289,10 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "minimax_m2": _minimax_m2,
     "nanochat": _nanochat,
     "solar_open": lambda values: {
-        "intermediate_size": 0, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0, **values
+        "intermediate_size": 0,
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": 1.0,
+        **values,
     },
 }
 

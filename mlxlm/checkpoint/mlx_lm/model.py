@@ -390,7 +390,7 @@ def _ernie4_5_moe(weights: Weights) -> Weights:
 
 
 def _gemma3n(weights: Weights) -> Weights:
-    """Layers with the keys and values of others: newer files lack projections that mlx_lm's model has but never uses."""
+    """Layers that use the keys of others: newer files lack projections that mlx_lm's model has, but never uses."""
     queries, result = "q_proj.weight", dict(weights)
     for name in (name for name in weights if name.endswith(queries)):
         for unused in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
