@@ -32,10 +32,6 @@ KINDS = {
         **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
-    "lfm2": {
-        **_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
-        "block_auto_adjust_ff_dim": False, "intermediate_size": 96,
-    },
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }  # fmt: skip
 
@@ -46,6 +42,7 @@ NATIVE = {  # run by mlxlm's decoder
         **_EXPERTS,
         "shared_expert_intermediate_size": 32,
     },
+    "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
 }
 
 

@@ -100,6 +100,17 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     return linear(out.transpose(0, 2, 1, 3).reshape(B, T, H * D), weights, f"{name}.o_proj")
 
 
+def short_conv(x, weights, name, c, segment_ids):
+    """LFM2: C · conv(B · x), one position after another."""
+    B, C, x = np.split(linear(x, weights, f"{name}.in_proj"), 3, axis=-1)
+    kernel, y, out = weights[f"{name}.conv.weight"], B * x, np.zeros_like(x)
+    for t in range(x.shape[1]):
+        for back in range(min(t + 1, c.conv_L_cache)):
+            seen = segment_ids[:, t - back] == segment_ids[:, t]
+            out[:, t] += seen[:, None] * y[:, t - back] * kernel[:, -1 - back]
+    return linear(C * (out + weights.get(f"{name}.conv.bias", 0)), weights, f"{name}.out_proj")
+
+
 def activation(x, name):
     if name in ("silu", "sigmoid"):
         sigmoid = 1 / (1 + np.exp(-x))
@@ -143,6 +154,8 @@ def decoder(weights, c, tokens, segment_ids=None):
         name = f"model.layers.{layer}"
 
         def attend(y, name=name, layer=layer):
+            if c.mixer(layer) == "short_conv":
+                return short_conv(y, weights, f"{name}.conv", c, segment_ids)
             return attention(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
 
         def feed(y, name=name):
@@ -202,7 +215,8 @@ def architectures(draw):
     positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
-    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv"]
+    types = draw(st.none() | st.lists(st.sampled_from(kinds), min_size=layers - 1, max_size=layers - 1))
     return ModelConfig(
         hidden_size=draw(st.sampled_from([16, 17, 24])),
         num_hidden_layers=layers,
@@ -229,7 +243,9 @@ def architectures(draw):
         rope_scaling=draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None,
         sliding_window=window,
         qk_norm=draw(st.sampled_from([None, "head", "projection"])),
-        layer_types=window and draw(st.none() | st.lists(kinds, min_size=layers, max_size=layers)),
+        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-1]))],
+        conv_L_cache=draw(st.integers(1, 4)) if "conv" in (types or ()) else 3,
+        conv_bias="conv" in (types or ()) and draw(flags),
         alibi_scaled=positions == "alibi" and draw(flags),
         attention_out_bias=draw(st.none() | flags),
         attn_logit_softcapping=draw(st.none() | st.just(2.0)),

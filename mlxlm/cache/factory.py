@@ -10,6 +10,7 @@ from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.mlx_lm_caches import make_caches
 from mlxlm.cache.options import KVOptions
 from mlxlm.cache.policies import cache_policies
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
@@ -23,7 +24,8 @@ DEFAULT = KVOptions()  # unbounded and unquantized
 def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
     """Make one cache per layer.
 
-    A layer with sliding-window attention gets a window cache, unless `options.size` is not larger than its window.
+    A layer with sliding-window attention gets a window cache, unless `options.size` is not larger than its window, and
+    a recurrent layer a state, which has no options.
     Of models of mlx_lm, see `mlxlm.cache.mlx_lm_caches`.
 
     Args:
@@ -38,10 +40,13 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
     return [_make_layer_cache(model, layer, options) for layer in range(len(model.layers))]
 
 
-def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache:
+def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache | RecurrentCache:
+    mixer = model.layers[layer].mixer
+    if hasattr(mixer, "state_size"):
+        return RecurrentCache(mixer.state_size)
     if options.key_bits or options.value_bits:
         group_size(model.config.head_dim)  # raises for head dims that can't be quantized
-    rope = model.layers[layer].self_attn.rope
+    rope = mixer.rope
     rotation, window = cache_policies(options, model.config.window(layer), None if rope is None else rope.shift_keys)
     if rotation is not None and options.keep and rope is not None and not rope.can_shift_keys:
         raise GenerationError(

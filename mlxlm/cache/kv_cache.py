@@ -44,8 +44,11 @@ class KVCache:
         value_bits: The same for values.
 
     Attributes:
+        can_pad: Whether `set_left_padding` can be called.
         long_factors: Whether "longrope" positions are those of a long text. None: as each forward pass is long.
     """
+
+    can_pad = True
 
     def __init__(
         self,
@@ -157,6 +160,11 @@ class KVCache:
         """The buffers of keys and of values; none before the first token."""
         return self._buffers
 
+    @property
+    def step_arrays(self) -> list[mx.array]:
+        """The arrays of `buffers`, which a compiled step reads and returns new ones for."""
+        return [array for buffer in self._buffers for array in buffer.arrays]
+
     def begin_step(self) -> tuple[int, list[int], int]:
         """Make room for one token per row, which the caller writes to `buffers`; `end_step` appends it.
 
@@ -166,9 +174,10 @@ class KVCache:
         self._make_room(1)
         return self._end, self._starts, self._buffers[0].capacity
 
-    def end_step(self, buffers: list[KVBuffer]) -> None:
-        """Replace the buffers by those with one more token per row."""
-        self._buffers = buffers
+    def end_step(self, arrays: list[mx.array]) -> None:
+        """Replace `step_arrays` by those with one more token per row."""
+        rest = iter(arrays)
+        self._buffers = [KVBuffer([next(rest) for _ in b.arrays], b.quantization) for b in self._buffers]
         self._end += 1
 
     def _make_room(self, count: int, *sides: mx.array) -> None:

@@ -93,6 +93,19 @@ class _QuantizedMlxLmKVCache(MlxLmKVCache):
         return quantization[1]
 
 
+class MlxLmRecurrentCache(RecurrentCache):
+    """A state whose rows are never padded, as few of mlx_lm's models read that; with what they ask for."""
+
+    can_pad = False
+    lengths = left_padding = None
+
+    def advance(self, count: int) -> None:
+        """Do nothing; called after an update."""
+
+    def make_mask(self, count: int) -> None:
+        """Return None: no token is padding."""
+
+
 def make_caches(model: nn.Module, options: KVOptions) -> list[Any]:
     """Make the caches of a model: one per layer, or those of its `make_cache`, one after another.
 
@@ -158,9 +171,9 @@ def _translate(own: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> 
 
 
 @cache
-def _recurrent_class(own: type) -> type[RecurrentCache]:
-    """RecurrentCache for models of mlx_lm: Mamba updates nothing else than mlx_lm's ArraysCache."""
-    return type("MlxLmRecurrentCache", (RecurrentCache, own), {})
+def _recurrent_class(own: type) -> type[MlxLmRecurrentCache]:
+    """A subclass of mlx_lm's ArraysCache, too: its Mamba updates no other cache."""
+    return type("MlxLmArraysCache", (MlxLmRecurrentCache, own), {})
 
 
 def _multiplies_quantized(model: Any, options: KVOptions) -> bool:

@@ -15,22 +15,21 @@ class RecurrentCache:
     """The state of a recurrent layer, arrays `[B, ...]`, for a batch of texts.
 
     Layers read and write it as `cache[i]`, like mlx_lm's `ArraysCache`; before the first token it is None. A state
-    can't be cut at a token: what the last two updates replaced is kept, so that `trim` can undo them. Rows are never
-    padded.
+    can't be cut at a token: what the last two updates replaced is kept, so that `trim` can undo them.
 
     Args:
         size: Number of arrays.
 
     Attributes:
         rows: Batch size B.
-        lengths: What mlx_lm's models ask for: no row is padded on the right.
-        left_padding: The same on the left.
+        can_pad: Whether the layer reads which positions are padding.
     """
 
-    lengths = left_padding = None
+    can_pad = True
 
     def __init__(self, size: int) -> None:
         self.rows = 1
+        self._padding: list[int] = []  # of the rows in the next update
         self._arrays: list[mx.array | None] = [None] * size
         # For each of the last updates the tokens that it read of each row, 0 if unknown, and the state before it.
         self._undo: list[tuple[list[int], list[mx.array | None]]] = []
@@ -56,16 +55,39 @@ class RecurrentCache:
         """Return False: the cache can't be cut at any token, as those of mlx_lm that say True."""
         return False
 
-    def begin_update(self, rows: int, count: int) -> None:
-        """Remember the state before `count` tokens of each row are read."""
+    def set_left_padding(self, pads: Sequence[int]) -> None:
+        """Declare the first `pads[b]` positions of row b in the next update as padding; 0 for rows that have tokens."""
+        self._padding = list(pads)
+
+    def begin_update(self, rows: int, count: int) -> mx.array | None:
+        """Remember the state before `count` positions of each row are read.
+
+        Returns:
+            Which of them aren't padding, bool `[B, T]`; None if none is.
+        """
         self.rows = rows
-        self._undo = [*self._undo[1 - MAX_UNDO :], ([count] * rows, list(self._arrays))]
+        pads, self._padding = self._padding, []
+        counts = [count - pad for pad in pads or [0] * rows]
+        self._undo = [*self._undo[1 - MAX_UNDO :], (counts, list(self._arrays))]
+        return mx.arange(count) >= mx.array(pads)[:, None] if any(pads) else None
 
-    def advance(self, count: int) -> None:
-        """Do nothing: mlx_lm's models call it after an update."""
+    @property
+    def can_step(self) -> bool:
+        """Whether a compiled step can read the arrays: not before the first token."""
+        return all(array is not None for array in self._arrays) and not self._padding
 
-    def make_mask(self, count: int) -> None:
-        """Return None: no token of mlx_lm's models is padding."""
+    @property
+    def step_arrays(self) -> list[mx.array]:
+        """The arrays, which a compiled step reads and returns new ones for."""
+        return self._arrays  # type: ignore[return-value]
+
+    def begin_step(self) -> None:
+        """Prepare for one token per row."""
+        self.begin_update(self.rows, 1)
+
+    def end_step(self, arrays: list[mx.array]) -> None:
+        """Replace the arrays by those after a step."""
+        self._arrays = list(arrays)
 
     def can_trim(self, count: int) -> bool:
         """Whether the last `count` tokens of each row can be dropped."""
@@ -94,6 +116,19 @@ class RecurrentCache:
         index, self.rows = mx.array(rows), len(rows)
         self._arrays = _take(self._arrays, index)
         self._undo = [([counts[row] for row in rows], _take(arrays, index)) for counts, arrays in self._undo]
+
+    def can_replace_rows(self, other: RecurrentCache) -> bool:
+        """Whether `replace_rows` can take the rows of `other`."""
+        return self.can_step and other.can_step
+
+    def replace_rows(self, rows: Sequence[int], other: RecurrentCache) -> None:
+        """Replace `rows` by all rows of another cache."""
+        both = self.merge([self, other])
+        sources = list(range(self.rows))
+        for i, row in enumerate(rows):
+            sources[row] = self.rows + i
+        both.select(sources)
+        self._arrays, self._undo = both._arrays, both._undo
 
     def row(self, index: int) -> RecurrentCache:
         """Return a cache of one row."""

@@ -28,6 +28,7 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, read_array
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.checkpoint.pytorch import is_pytorch_file
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import RECURRENT
 from mlxlm.config.rope_scaling import unscaled_wavelengths
 from mlxlm.families import config_to_hf
 from mlxlm.families.weight_mapping import WeightMapping
@@ -200,7 +201,9 @@ def _read_tensor(path: Path, offset: int, shape: tuple[int, ...]) -> mx.array:
 def _check_representable(config: ModelConfig) -> None:
     """Raise ConfigError for a field that a llama2.c file can't represent."""
     plain = _config({name: getattr(config, name) for name in _FIELDS.values()}, config.tie_word_embeddings)
-    ignored = {"model_type", "layer_types", "pad_token_id"}  # layer_types has a meaning with sliding_window only
+    ignored = {"model_type", "pad_token_id"}
+    if config.layer_types is not None and RECURRENT.keys().isdisjoint(config.layer_types):
+        ignored.add("layer_types")  # which have a meaning with sliding_window only
     for field in fields(ModelConfig):
         value, expected = getattr(config, field.name), getattr(plain, field.name)
         unset = value is None and field.name in ("bos_token_id", "eos_token_id")

@@ -36,9 +36,12 @@ def to_decoder_weights(
             continue
         mapping = by_name.get(module)
         if mapping is None:
-            result[name] = tensor
+            result[by_name[name].modules[0] if name in by_name else name] = tensor
             continue
         whole = _transpose(tensor, mapping, parameter)
+        if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
+            shape = (whole.shape[0], whole.shape[1] * whole.shape[2])
+            whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
         if mapping.interleaved:
             if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
@@ -68,8 +71,8 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         mapping = by_module.get(module)
-        if mapping is None:
-            result[name] = tensor
+        if mapping is None or name in by_module:
+            result[by_module[name].name if name in by_module else name] = tensor
             continue
         target = f"{mapping.name}.{parameter}"
         if mapping.experts:
@@ -85,6 +88,9 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
+        if mapping.channel_axis and len(whole.shape) == 2:
+            shape = (*whole.shape[: mapping.channel_axis], 1, *whole.shape[mapping.channel_axis :])
+            whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
         result[target] = _transpose(whole, mapping, parameter)
     return result
 

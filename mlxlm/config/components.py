@@ -107,6 +107,7 @@ FEED_FORWARDS = {
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+RECURRENT = {"conv": "short_conv"}  # the other values: layers with this mixer instead of attention
 DENSE, SPARSE = "dense", "sparse"  # values of `mlp_layer_types`
 ROUTERS = ("softmax", "sigmoid")
 

@@ -16,6 +16,7 @@ from mlxlm.config.components import (
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,
+    RECURRENT,
     SHARED_NORM,
     SLIDING,
     NormPlacement,
@@ -54,7 +55,10 @@ class ModelConfig:
         rope_scaling: Hugging Face's object with `rope_type`; see `mlxlm.config.rope_scaling`.
         partial_rotary_factor: Fraction of a head that is rotated.
         sliding_window: Number of tokens that a token attends to, including itself.
-        layer_types: "sliding_attention" for layers with the window, "full_attention" for others. None: all have it.
+        layer_types: "sliding_attention" for layers with the window, "full_attention" for others, "conv" for gated short
+            convolutions instead of attention (LFM2). None: all layers have the window, if there is one.
+        conv_L_cache: Taps of a short convolution.
+        conv_bias: Biases of short convolutions and their projections.
         qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
@@ -115,6 +119,8 @@ class ModelConfig:
     partial_rotary_factor: float = 1.0
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    conv_L_cache: int = 3
+    conv_bias: bool = False
     qk_norm: str | None = None
     alibi_scaled: bool = False
     attention_out_bias: bool | None = None
@@ -191,7 +197,7 @@ class ModelConfig:
 
     def mixer(self, layer: int) -> str:
         """The sublayer that mixes tokens in this layer, a name in `mlxlm.config.sublayers.MIXERS`."""
-        return "attention"
+        return "attention" if self.layer_types is None else RECURRENT.get(self.layer_types[layer], "attention")
 
     def mlp(self, layer: int) -> str:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
@@ -353,12 +359,15 @@ def _validate_rope(c: ModelConfig) -> Iterator[str]:
 
 
 def _validate_layer_types(c: ModelConfig) -> Iterator[str]:
-    if not isinstance(c.layer_types, tuple) or any(kind not in (FULL, SLIDING) for kind in c.layer_types):
-        yield f"layer_types must be a list of {FULL} and {SLIDING}"
+    kinds = (FULL, SLIDING, *RECURRENT)
+    if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
+        yield f"layer_types must be a list of {', '.join(kinds)}"
     elif len(c.layer_types) != c.num_hidden_layers:
         yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
     elif SLIDING in c.layer_types and c.sliding_window is None:
         yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
+    elif RECURRENT.keys() >= set(c.layer_types):
+        yield f"layer_types has no layer with attention ({FULL})"
 
 
 def _validate_token_ids(c: ModelConfig) -> Iterator[str]:
@@ -424,7 +433,7 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
 
 def attended_keys(c: ModelConfig, context_length: float) -> float:
     """Number of keys that the last of `context_length` tokens attends to, summed over layers and limited by windows."""
-    return sum(min(context_length, window or context_length) for window in _windows(c))
+    return sum(min(context_length, window or context_length) for window in attention_windows(c))
 
 
 def mean_attended_keys(c: ModelConfig, length: int) -> float:
@@ -434,7 +443,7 @@ def mean_attended_keys(c: ModelConfig, length: int) -> float:
         limit = min(window or length, length)
         return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
 
-    return sum(mean(window) for window in _windows(c))
+    return sum(mean(window) for window in attention_windows(c))
 
 
 def layer_activations(c: ModelConfig) -> int:
@@ -459,6 +468,11 @@ def kv_cache_values(c: ModelConfig, context_length: int) -> int:
     return total
 
 
+def recurrent_state_bytes(c: ModelConfig, bytes_per_value: int) -> int:
+    """Bytes of the states of the recurrent layers of one sequence, however long it is."""
+    return sum(mixer.state_values for mixer, _ in c.layer_sublayers) * bytes_per_value
+
+
 def window_slack(window: int) -> int:
     """Tokens that a cache keeps beyond a window, so that an answer can be trimmed without a new prefill.
 
@@ -472,6 +486,6 @@ def window_spare(window: int) -> int:
     return max(64, window // 8)
 
 
-def _windows(c: ModelConfig) -> list[int | None]:
+def attention_windows(c: ModelConfig) -> list[int | None]:
     """The window of each layer with attention."""
     return [c.window(layer) for layer, (mixer, _) in enumerate(c.layer_sublayers) if any(mixer.score_flops)]

@@ -10,7 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from mlxlm.config.components import CHOICES, DENSE, FEED_FORWARDS, FULL, POSITIONS, SLIDING, SPARSE
+from mlxlm.config.components import CHOICES, DENSE, FEED_FORWARDS, FULL, POSITIONS, RECURRENT, SLIDING, SPARSE
 from mlxlm.config.experts import EXPERT_FIELDS
 from mlxlm.config.model_config import ModelConfig
 from mlxlm.utils.errors import ConfigError
@@ -74,7 +74,8 @@ def apply_overrides(
     - `experts`: their number, of which each token uses 2 or `num_experts_per_tok`, as wide together as the feed-forward
       was; or none.
     - `mlp_layer_types`: all; a number n, which leaves the first n layers dense; or a JSON list.
-    - `layer_types`: all or alternating, the layers with the window.
+    - `layer_types`: all or alternating, the layers with the window; conv:n, in which each n-th layer has attention and
+      the others a short convolution; or a JSON list.
     - `rope_layers`: all; a number n, which leaves each n-th layer without rotary positions; or a JSON list.
     - `rope_scaling`: TYPE:FACTOR or TYPE:FACTOR:LENGTH. TYPE is linear, ntk, dynamic, yarn or llama3; LENGTH is the
       original context (default: `max_position_embeddings`). ntk is a larger base, rope_theta · factor^(D / (D - 2)).
@@ -196,10 +197,11 @@ def _remove_unused_window(changes: Changes, values: Values) -> None:
     Raises:
         ConfigError: A new window has no effect.
     """
-    if values["sliding_window"] is None:
-        changes.setdefault("layer_types", None)
-        changes.setdefault("rope_local_base_freq", None)
     window, types, context = changes.get("sliding_window"), values["layer_types"], values["max_position_embeddings"]
+    if values["sliding_window"] is None:
+        if not any(kind in (types or ()) for kind in RECURRENT):
+            changes.setdefault("layer_types", None)
+        changes.setdefault("rope_local_base_freq", None)
     all_full = types is not None and len(types) == values["num_hidden_layers"] and set(types) == {FULL}
     if window is not None and all_full:
         raise ConfigError(f"sliding_window {window} has no effect: no layer has it", "layer_types=alternating")
@@ -222,12 +224,15 @@ def _parse_attention(text: str, values: Values) -> Changes:
 
 
 def _parse_layer_types(text: str, values: Values) -> Changes:
-    """alternating: the first of each two layers has the window, as in Gemma 2."""
+    """alternating: the first of each two layers has the window, as in Gemma 2. conv:n: each n-th has attention."""
+    kind, _, interval = text.partition(":")
+    if kind in RECURRENT and interval.isdecimal() and len(interval) < 6 and (n := int(interval)) > 0:
+        return {"layer_types": tuple(kind if (i + 1) % n else FULL for i in range(values["num_hidden_layers"]))}
     if text in ("none", "all"):
         return {"layer_types": None}
     if text == "alternating":
         return {"layer_types": tuple(FULL if i % 2 else SLIDING for i in range(values["num_hidden_layers"]))}
-    return {"layer_types": _parse_json("layer_types", text, list, "all, alternating, or a JSON list")}
+    return {"layer_types": _parse_json("layer_types", text, list, "all, alternating, conv:3, or a JSON list")}
 
 
 def _parse_experts(text: str, values: Values) -> Changes:

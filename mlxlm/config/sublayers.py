@@ -56,6 +56,7 @@ class Sublayer:
         biases: Parameters that belong to no matrix and no norm.
         score_flops: Operations of a token and one key: of the score, and of the weighted sum of values.
         kv_values: Values in the cache per token.
+        state_values: Values in the cache per text, of a recurrent layer.
     """
 
     matrices: tuple[Matrix, ...]
@@ -64,6 +65,7 @@ class Sublayer:
     biases: int = 0
     score_flops: tuple[int, int] = (0, 0)
     kv_values: int = 0
+    state_values: int = 0
 
 
 def attention(c: Config) -> Sublayer:
@@ -82,6 +84,20 @@ def attention(c: Config) -> Sublayer:
         norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
         score_flops=(2 * queries, 2 * queries),
         kv_values=2 * keys,
+    )
+
+
+def short_conv(c: Config) -> Sublayer:
+    """A gated short convolution (LFM2)."""
+    hidden, taps, bias = c.hidden_size, c.conv_L_cache, c.conv_bias
+    return Sublayer(
+        matrices=(
+            Matrix("conv.in_proj", "projections", hidden, 3 * hidden, bias),
+            Matrix("conv.conv", "convolution", taps, hidden, bias),  # of each channel by itself
+            Matrix("conv.out_proj", "output", hidden, hidden, bias),
+        ),
+        activations=6 * hidden,  # three projections, two products and the convolution
+        state_values=(taps - 1) * hidden,
     )
 
 
@@ -120,5 +136,5 @@ def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_pe
     )
 
 
-MIXERS: dict[str, Callable[[Config], Sublayer]] = {"attention": attention}
+MIXERS: dict[str, Callable[[Config], Sublayer]] = {"attention": attention, "short_conv": short_conv}
 MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}

@@ -14,6 +14,7 @@ from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import NORMS
+from mlxlm.config.model_config import attention_windows
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError
@@ -170,10 +171,13 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
     multipliers = {"embeddings": c.embedding_multiplier, "residual": c.residual_multiplier}
     multipliers["logits"] = 1 / c.logits_scaling
-    windows = sum(c.window(i) is not None for i in range(c.num_hidden_layers))
+    windows = sum(window is not None for window in attention_windows(c))
+    mixers = Counter(map(c.mixer, range(c.num_hidden_layers)))
+    convolutions = mixers["short_conv"]
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
-        "attention": _attention(c),
+        "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
+        "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
         "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),

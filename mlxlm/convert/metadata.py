@@ -143,7 +143,7 @@ def _tokenizer_problems(before: Tokenizer, after: Tokenizer) -> Iterator[str]:
 
 def _same_meaning(a: ModelConfig, b: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Fields whose two values mean the same."""
-    if all(a.window(i) == b.window(i) for i in range(a.num_hidden_layers)):
+    if all((a.window(i), a.mixer(i)) == (b.window(i), b.mixer(i)) for i in range(a.num_hidden_layers)):
         yield from ("sliding_window", "layer_types")
     if _biases(a) == _biases(b):
         yield from ("attention_bias", "attention_out_bias")

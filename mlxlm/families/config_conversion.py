@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import ACTIVATIONS, SLIDING
+from mlxlm.config.components import ACTIVATIONS, RECURRENT, SLIDING
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families.activations import mlx_lm_mismatch, normalize_activation
 from mlxlm.families.family import Family, HFConfig
@@ -75,8 +75,10 @@ def unsupported_feature(values: HFConfig) -> str | None:
     if method and method not in SUPPORTED_QUANT_METHODS:
         return f"quantization by {method!r}"
     types = values.get("layer_types")
-    if isinstance(types, list) and SLIDING in types and not family.hf_names("sliding_window"):
-        return f"layer_types with {SLIDING} in a {model_type} model"
+    if isinstance(types, list):
+        kinds = {SLIDING: "sliding_window", **dict.fromkeys(RECURRENT, "layer_types")}
+        if missing := [kind for kind, name in kinds.items() if kind in types and not family.hf_names(name)]:
+            return f"layer_types with {missing[0]} in a {model_type} model"
     activation = _activation(values, family)
     if isinstance(activation, str) and activation not in ACTIVATIONS:
         return f"{family.hf_names('hidden_act')[0]} {activation!r}"

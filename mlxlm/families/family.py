@@ -33,13 +33,14 @@ class Family:
         top_modules: Module in the file, after `prefix` -> module in the decoder, after "model.".
         layer_modules: The same inside one layer. Several modules of the decoder, separated by spaces, are fused into
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
-            has its number at "*".
+            has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
         qkv_interleaved: The fused query, key and value are interleaved by key-value head.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.
         has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
+        mlx_lm_names: Modules of a layer in the file -> their names in mlx_lm, where they differ.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
         ignored_suffixes: Suffixes of tensors that aren't parameters.
     """
@@ -64,6 +65,7 @@ class Family:
     rope_interleaved: bool = False
     transposed: frozenset[str] = frozenset()
     has_mtp_layers: bool = False
+    mlx_lm_names: Mapping[str, str] = field(default_factory=dict)
     mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
@@ -76,7 +78,9 @@ class Family:
     def mlx_lm_layer_modules(self) -> dict[str, str]:
         """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
         return {
-            name.partition("experts.*")[0] + modules.removeprefix("mlp.") if "*" in name else name: modules
+            name.partition("experts.*")[0] + modules.removeprefix("mlp.")
+            if "*" in name
+            else self.mlx_lm_names.get(name, name): modules
             for name, modules in self.layer_modules.items()
         }
 

@@ -15,6 +15,7 @@ from mlxlm.families.glm import GLM, GLM4, GLM4_MOE
 from mlxlm.families.gpt2 import GPT2
 from mlxlm.families.gpt_neox import GPT_NEOX
 from mlxlm.families.granite import GRANITE
+from mlxlm.families.lfm2 import LFM2, LFM2_MOE
 from mlxlm.families.llama import LLAMA
 from mlxlm.families.mistral import MINISTRAL, MISTRAL
 from mlxlm.families.mixtral import MIXTRAL
@@ -33,7 +34,7 @@ from mlxlm.utils.errors import ConfigError
 _ORDER = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
-    MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE,
+    MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, LFM2, LFM2_MOE,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

@@ -27,7 +27,7 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
     **dict.fromkeys(("glm", "glm4_moe", "phi"), {_PARTIAL: 0.5}),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),
-    **dict.fromkeys(("mixtral", "phimoe"), {_THETA: 1e6}),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "mixtral", "phimoe"), {_THETA: 1e6}),
     "smollm3": {_THETA: 2e6},
 }
 _DEFAULT_SCALINGS = {
@@ -173,4 +173,5 @@ def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, A
     if config.rope_scaling is None:
         return {"rope_parameters": parameters}
     # Older readers look for "type".
-    return {"rope_parameters": parameters, "rope_scaling": {**scaling, "type": scaling["rope_type"]}}
+    older = {name: value for name, value in parameters.items() if name != _THETA}
+    return {"rope_parameters": parameters, "rope_scaling": {**older, "type": scaling["rope_type"]}}

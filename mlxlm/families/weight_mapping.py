@@ -13,10 +13,10 @@ from mlxlm.families.registry import family_of
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One module of a file and the modules of the decoder whose rows it contains.
+    """One module of a file and the modules of the decoder whose rows it contains; or one parameter.
 
     Attributes:
-        name: Module in the file, without ".weight" or ".bias".
+        name: Module in the file, without ".weight" or ".bias"; or the whole name of a parameter.
         modules: Modules of the decoder; more than one are fused.
         rows: Output rows of each fused module.
         groups: 1 if fused modules follow each other. With G groups, each module is cut into G equal parts, and the
@@ -28,6 +28,8 @@ class WeightMapping:
         rotary_dims: Number of rows of a head that are rotated, the first ones. 0: all.
         experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
             decoder. 0: one module.
+        channel_axis: With a convolution of each channel by itself, `[channels, taps]` in the decoder, the axis of size 1
+            that its weight has in the file: 1 for PyTorch, 2 for MLX. 0: no convolution.
     """
 
     name: str
@@ -38,6 +40,7 @@ class WeightMapping:
     interleaved: int = 0
     rotary_dims: int = 0
     experts: int = 0
+    channel_axis: int = 0
 
     def expert_names(self) -> list[str]:
         """The modules of all experts."""
@@ -59,12 +62,13 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     layer_modules |= family.extra_layer_modules(config)
     if family.rope_interleaved:
         layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
-    rows_of = {
-        f"model.layers.{i}.{matrix.module}": matrix.outputs
+    matrices = {
+        f"model.layers.{i}.{matrix.module}": matrix
         for i, kind in enumerate(config.layer_sublayers)
         for sublayer in kind
         for matrix in sublayer.matrices
     }
+    modules_of |= {name: (name,) for name, matrix in matrices.items() if matrix.group == "convolution"}
     for i in range(config.num_hidden_layers):
         for name, fused in layer_modules.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
@@ -75,10 +79,12 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
-        if "*" in name:
+        if modules[0] in matrices and matrices[modules[0]].group == "convolution":
+            mappings.append(WeightMapping(stored, modules, channel_axis=2 if for_mlx else 1))
+        elif "*" in name:
             mappings.append(WeightMapping(name, modules, experts=config.num_experts or 0))
         elif len(modules) > 1:
-            rows = tuple(rows_of[module] for module in modules)
+            rows = tuple(matrices[module].outputs for module in modules)
             groups = config.num_key_value_heads if family.qkv_interleaved else 1
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or interleaved or modules != (stored,):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from operator import getitem, is_
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import STEP, KVCache, round_length
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV, prepare_masked_attention
 from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
@@ -68,27 +70,29 @@ class DecodeStep:
         if not self._windows or not all(map(is_, map(getitem, *self._tree[:2]), self._tree[2])):
             self._fuse()
         layout, state = _describe(caches, self._windows)
-        arrays = [array for cache in caches for buffer in cache.buffers for array in buffer.arrays]
+        before = [cache.step_arrays for cache in caches]
+        arrays = [array for own in before for array in own]
         logits, *arrays = self._step(layout, caches)(tokens, mx.array(state, mx.int32), *arrays)
         rest = iter(arrays)
-        for cache in caches:
-            cache.end_step([KVBuffer([next(rest) for _ in b.arrays], b.quantization) for b in cache.buffers])
+        for cache, own in zip(caches, before, strict=True):
+            cache.end_step(list(islice(rest, len(own))))
         return logits
 
     def _can_compile(self, caches: Sequence[Any]) -> bool:
         model = self.model
         if not isinstance(model, Decoder) or model.training:
             return False
-        if not all(type(cache) is KVCache and cache.can_step for cache in caches):
+        if not all(type(cache) in (KVCache, RecurrentCache) and cache.can_step for cache in caches):
             return False
-        key = mode(), tuple((cache.key_bits, cache.value_bits) for cache in caches), caches[0].buffers[0].dtype
+        own = [cache for cache in caches if isinstance(cache, KVCache)]
+        key = mode(), tuple((cache.key_bits, cache.value_bits) for cache in own), own[0].buffers[0].dtype
         if key not in self._supported:
             self._supported[key] = _is_supported(model, caches)
         # A position beyond a table of embeddings is an error of the model.
         positions = model.config.positions
         return self._supported[key] and (
             positions in ("rope", "alibi", "none")
-            or max(caches[0].offsets) < model.config.max_position_embeddings
+            or max(own[0].offsets) < model.config.max_position_embeddings
         )  # fmt: skip
 
     def _fuse(self) -> None:
@@ -97,15 +101,14 @@ class DecodeStep:
         mx.eval(self.model.parameters())  # what is not evaluated would be computed again in each step
         containers, keys, values = zip(*_tree_items(self.model), strict=True)
         self._tree = containers, keys, values
-        self._windows = [layer.mixer.window for layer in self.model.layers]
+        self._windows = [getattr(layer.mixer, "window", None) for layer in self.model.layers]
         self._steps.clear()
 
-    def _step(self, layout: _Layout, caches: Sequence[KVCache]) -> Step:
+    def _step(self, layout: _Layout, caches: Sequence[KVCache | RecurrentCache]) -> Step:
         """Return the function for a layout: compiled for one row, and for several when it has been used a few times."""
         entry = self._steps.pop(layout, 0)
         if isinstance(entry, int):
-            forms = [[buffer.quantization for buffer in cache.buffers] for cache in caches]
-            step = _make_step(self.model, layout, forms)
+            step = _make_step(self.model, layout, list(map(_form, caches)))
             compiled = caches[0].rows == 1 or entry >= _STEPS_BEFORE_TRACE
             if compiled:
                 step = mx.compile(step)
@@ -120,10 +123,12 @@ class DecodeStep:
 # What is fixed in a trace about the cache of a layer: index of the group of layers with the same positions; the first
 # position that attention reads, and the one after the last; capacity of the buffers; bits of keys and of values.
 _LayerLayout = tuple[int, int, int, int, int | None, int | None]
-_Layout = tuple[str, int, tuple[_LayerLayout, ...]]  # kernel mode, rows, layers
+_Layout = tuple[str, int, tuple[_LayerLayout | None, ...]]  # kernel mode, rows, layers (None: recurrent)
+# The quantization of keys and of values; or the number of arrays of a recurrent layer.
+_Form = list[tuple[int, int] | None] | int
 
 
-def _describe(caches: Sequence[KVCache], windows: Sequence[int | None]) -> tuple[_Layout, list[int]]:
+def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int | None]) -> tuple[_Layout, list[int]]:
     """Make room for a token. Return the layout, and what changes with each token as numbers.
 
     The numbers are the position in the text of each row's token, followed by those of each group of layers: the
@@ -133,6 +138,10 @@ def _describe(caches: Sequence[KVCache], windows: Sequence[int | None]) -> tuple
     spans: dict[tuple[int, int, int | None], tuple[int, int]] = {}
     layers = []
     for cache, window in zip(caches, windows, strict=True):
+        if isinstance(cache, RecurrentCache):
+            cache.begin_step()
+            layers.append(None)
+            continue
         end, starts, capacity = cache.begin_step()
         group = groups.setdefault((end, *starts), len(groups))
         span = spans.get((group, capacity, window))
@@ -140,11 +149,12 @@ def _describe(caches: Sequence[KVCache], windows: Sequence[int | None]) -> tuple
             first = min(starts) if window is None else max(min(starts), end + 1 - window)
             span = spans[group, capacity, window] = first // STEP * STEP, min(capacity, round_length(end + 1))
         layers.append((group, *span, capacity, cache.key_bits, cache.value_bits))
-    return (mode(), caches[0].rows, tuple(layers)), [*caches[0].offsets, *(n for group in groups for n in group)]
+    offsets = next(cache.offsets for cache in caches if isinstance(cache, KVCache))
+    return (mode(), caches[0].rows, tuple(layers)), [*offsets, *(n for group in groups for n in group)]
 
 
 class LayerStep:
-    """The cache of one layer inside of a step.
+    """The key-value cache of one layer inside of a step. That of a recurrent layer is the list of its arrays.
 
     Attributes:
         offset: Position of each row's token, int32 `[B]`.
@@ -169,6 +179,10 @@ class LayerStep:
         self.buffers = [buffer.with_position(index, x) for buffer, x in pairs]
         key_buffer, value_buffer = self.buffers
         return key_buffer.read(self._first, self._last), value_buffer.read(self._first, self._last)
+
+    def __iter__(self) -> Iterator[mx.array]:
+        """Iterate over the arrays of the buffers."""
+        return (array for buffer in self.buffers for array in buffer.arrays)
 
     @property
     def ranges(self) -> mx.array:
@@ -223,26 +237,37 @@ class _Positions:
         return self._results[key]
 
 
-def _make_step(model: Decoder, layout: _Layout, forms: Sequence[Sequence[tuple[int, int] | None]]) -> Step:
+def _form(cache: KVCache | RecurrentCache) -> _Form:
+    if isinstance(cache, RecurrentCache):
+        return len(cache.step_arrays)
+    return [buffer.quantization for buffer in cache.buffers]
+
+
+def _make_step(model: Decoder, layout: _Layout, forms: Sequence[_Form]) -> Step:
     """Return the function of tokens, positions and the arrays of all caches: logits, and the new arrays."""
     _, rows, layers = layout
 
     def step(tokens: mx.array, state: mx.array, *arrays: mx.array) -> list[mx.array]:
         positions, rest = _Positions(rows, state), iter(arrays)
-        caches = []
-        for layer, sides in zip(layers, forms, strict=True):
-            buffers = [KVBuffer([next(rest) for _ in range(1 if form is None else 3)], form) for form in sides]
+        caches: list[LayerStep | list[mx.array]] = []
+        for layer, form in zip(layers, forms, strict=True):
+            if layer is None or isinstance(form, int):
+                caches.append(list(islice(rest, form)))
+                continue
+            buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
             caches.append(LayerStep(positions, layer, buffers))
         logits = model.decode(tokens[:, 0], caches)
-        return [logits, *(array for cache in caches for buffer in cache.buffers for array in buffer.arrays)]
+        return [logits, *(array for cache in caches for array in cache)]
 
     return step
 
 
-def _is_supported(model: Decoder, caches: Sequence[KVCache]) -> bool:
+def _is_supported(model: Decoder, caches: Sequence[KVCache | RecurrentCache]) -> bool:
     """Whether a step of these caches can be compiled."""
     for layer, cache in zip(model.layers, caches, strict=True):
         attention = layer.mixer
+        if isinstance(cache, RecurrentCache):
+            continue
         if attention.rope is not None and attention.rope.varies:  # its base depends on the length
             return False
         forms = [buffer.quantization or (0, 0) for buffer in cache.buffers]

@@ -366,7 +366,7 @@ class Batch(Generic[AnyRow]):
     def has_places_for(self, other: Batch[AnyRow]) -> bool:
         """Whether there are enough finished rows that the rows of `other` can replace."""
         return len(self._finished_places(len(other.rows))) == len(other.rows) and all(
-            isinstance(mine, KVCache) and mine.can_replace_rows(theirs)
+            hasattr(mine, "can_replace_rows") and mine.can_replace_rows(theirs)
             for mine, theirs in zip(self.caches, other.caches, strict=True)
         )
 

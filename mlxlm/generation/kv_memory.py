@@ -12,7 +12,7 @@ from mlxlm.cache.kv_cache import round_length
 from mlxlm.cache.policies import RotationPolicy
 from mlxlm.cache.recurrent_cache import MAX_UNDO, RecurrentCache
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import kv_cache_values, layer_activations
+from mlxlm.config.model_config import kv_cache_values, layer_activations, recurrent_state_bytes
 from mlxlm.generation.loaded_model import LoadedModel
 
 _SHARE = 0.75  # of a machine without Metal, for weights, keys and values; the rest is for all others
@@ -124,7 +124,8 @@ class KVMemory:
         values = kv_cache_values(self._config, tokens) // 2  # of keys, or of values
         sides = (values * (self._itemsize if bits is None else bits / 8 + self._itemsize / 16)
                  for bits in (self._kv.key_bits, self._kv.value_bits))  # fmt: skip
-        return num_rows * int(sum(sides))
+        states = (1 + MAX_UNDO) * recurrent_state_bytes(self._config, self._itemsize)
+        return num_rows * (states + int(sum(sides)))
 
     def reserved_bytes(self, num_tokens: int, num_rows: int = 1, capacity: int = 0) -> int:
         """`bytes_for` with room for the next tokens, as caches grow in steps. They have this `capacity` already."""

@@ -62,7 +62,7 @@ class Prefill:
         context = Context(lm.model, kv)
         # Caches that drop tokens can't be cut at the end of the prompt any more when the text ends.
         self._is_kept_at_end = not context.drops_tokens
-        self._can_pad = all(hasattr(cache, "set_left_padding") for cache in context.caches)  # not recurrent layers
+        self._can_pad = all(getattr(cache, "can_pad", False) for cache in context.caches)
 
     @staticmethod
     def default_max_tokens(lm: LoadedModel) -> int:

@@ -1,4 +1,4 @@
-"""A decoder layer: attention and feed-forward (MLP) with their norms and residual connections.
+"""A decoder layer: a mixer of tokens and a feed-forward (MLP) with their norms and residual connections.
 
 With gradient checkpointing, the gradient recomputes the activations of a layer instead of keeping them (Chen et al.
 2016, "Training Deep Nets with Sublinear Memory Cost"), with the same dropout masks.
@@ -14,6 +14,7 @@ from mlxlm.model.attention import Attention
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.model.feed_forward import FeedForward
 from mlxlm.model.norms import add_norm, make_norm
+from mlxlm.model.short_conv import ShortConv
 
 
 class Dropout(nn.Module):
@@ -65,7 +66,8 @@ class Block(nn.Module):
         self.multiplier = float(config.residual_multiplier)
         for name in self.norms.names:
             setattr(self, name, make_norm(config))
-        self.mixer_name, mixer = MIXERS[config.mixer(layer)]
+        self.mixer_type = config.mixer(layer)
+        self.mixer_name, mixer = MIXERS[self.mixer_type]
         self[self.mixer_name] = mixer(config, layer)
         self.mlp = MLPS[config.mlp(layer)](config)
         self.dropout = Dropout(dropout)
@@ -94,7 +96,7 @@ class Block(nn.Module):
             residual: `[B, T, hidden]`, or `[B, hidden]` in a decoding step (`Decoder.decode`).
             hidden_states: Output of the layer before, not yet added to `residual`. None for the first layer, and with
                 post-norm.
-            cache: A key-value cache.
+            cache: The layer's cache.
             segment_ids: See `Attention`.
 
         Returns:
@@ -159,5 +161,5 @@ def checkpointed_layer(
 
 
 # By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
-MIXERS = {"attention": ("self_attn", Attention)}
+MIXERS = {"attention": ("self_attn", Attention), "short_conv": ("conv", ShortConv)}
 MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}

@@ -144,7 +144,8 @@ class Backbone(nn.Module):
         """Return the hidden states `[B, T, hidden]` after the final norm. See `Decoder` for the arguments."""
         if cache and segment_ids is not None:
             raise ValueError("segment_ids can't be used with a cache")
-        residual, hidden_states = self.embed(tokens, cache[0].offset if cache else 0, segment_ids), None
+        offset = next((one.offset for one in cache or () if hasattr(one, "offset")), 0)  # recurrent layers have none
+        residual, hidden_states = self.embed(tokens, offset, segment_ids), None
         checkpointed = self.grad_checkpoint and self.training and not cache
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             if checkpointed:
@@ -188,7 +189,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens: int `[B, T]`.
-            cache: One key-value cache per layer, which is advanced by T positions.
+            cache: One cache per layer, which is advanced by T positions.
             segment_ids: int `[B, T]`, ascending in each row: the document of each position in packed rows. Documents
                 don't attend to each other, and each starts at position 0.
 
@@ -266,8 +267,12 @@ class Decoder(nn.Module):
             if weight.ndim == 1:
                 from_zero = name.endswith("bias") or self.config.norm_unit_offset
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
+            elif weight.ndim == 2 and name.endswith(".conv.weight"):
+                bound = weight.shape[1] ** -0.5  # PyTorch's for a convolution of this many taps
+                value = mx.random.uniform(-bound, bound, weight.shape, key=key)
             else:
-                scale = output_deviation if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation
+                outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+                scale = output_deviation if name.endswith(outputs) else deviation
                 value = mx.random.normal(weight.shape, scale=scale, key=key)
             weights.append((name, value))
         self.load_weights(weights)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import count_parameters, kv_cache_values, sublayers
+from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.model_config import count_parameters, kv_cache_values, recurrent_state_bytes, sublayers
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.plan.machines import Machine
@@ -99,8 +100,8 @@ class InferenceMemory:
     Attributes:
         weights: All weights.
         bits_per_weight: Mean bits per weight, with scales and biases.
-        cache: The key-value cache of all sequences.
-        cache_per_token: The cache of one token.
+        cache: The key-value cache and the recurrent states of all sequences.
+        cache_per_token: Keys and values of one token.
         caches: The cache with other kinds of attention, by name, the model's own among them.
         bytes_per_step: What a decoding step reads: the cache, and the weights without an embedding that isn't the head.
     """
@@ -131,7 +132,7 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
         weights=weights,
         bits_per_weight=8 * weights / count,
         cache=cache,
-        cache_per_token=cache_bytes(config, replace(serving, num_sequences=1, context_length=1)),
+        cache_per_token=_kv_bytes(config, replace(serving, num_sequences=1, context_length=1)),
         caches={name: cache_bytes(other, serving) for name, other in _kinds(config).items()},
         bytes_per_step=weights * (count - unread) // count + cache,
     )
@@ -173,18 +174,22 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     if parameters["head"]:
         yield "lm_head", hidden, parameters["head"]
     for layer, kind in enumerate(config.layer_sublayers):
-        for matrix in (matrix for sublayer in kind for matrix in sublayer.matrices):
+        for matrix in (m for sublayer in kind for m in sublayer.matrices if m.group != "convolution"):
             yield f"model.layers.{layer}.{matrix.module}", matrix.inputs, matrix.parameters
 
 
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:
-    """Return the bytes of the key-value cache of all sequences.
-
-    A quantized cache has a scale and a bias for each group of 64 or 32 elements of a head.
+    """Return the bytes of the key-value cache and the recurrent states, which aren't quantized, of all sequences.
 
     Raises:
         ConfigError: No group size divides the head dim.
     """
+    states = recurrent_state_bytes(config, max(serving.kv_bits // 8, serving.float_bytes))
+    return _kv_bytes(config, serving) + states * serving.num_sequences
+
+
+def _kv_bytes(config: ModelConfig, serving: Serving) -> int:
+    """Return the bytes of keys and values. Quantized, each 64 or 32 elements of a head have a scale and a bias."""
     values = kv_cache_values(config, serving.context_length) * serving.num_sequences
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
@@ -198,13 +203,16 @@ def cache_bytes(config: ModelConfig, serving: Serving) -> int:
 def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:
     """Return the model with each kind of attention."""
     heads, kv = config.num_attention_heads, config.num_key_value_heads
-    plain = config.with_changes(sliding_window=None, layer_types=None, rope_local_base_freq=None)
+    types = config.layer_types and tuple(FULL if kind == SLIDING else kind for kind in config.layer_types)
+    plain = config.with_changes(sliding_window=None, layer_types=types, rope_local_base_freq=None)
     kinds = {"multi-head": plain.with_changes(num_key_value_heads=heads)}
     if 1 < kv < heads:
         kinds[f"grouped-query, {kv} key-value heads"] = plain
     kinds["multi-query"] = plain.with_changes(num_key_value_heads=1)
     if config.sliding_window is None:
-        kinds[f"sliding window of {EXAMPLE_WINDOW} in all layers"] = config.with_changes(sliding_window=EXAMPLE_WINDOW)
+        types = types and tuple(SLIDING if kind == FULL else kind for kind in types)
+        windowed = config.with_changes(sliding_window=EXAMPLE_WINDOW, layer_types=types)
+        kinds[f"sliding window of {EXAMPLE_WINDOW} in all layers" + (" with attention" if types else "")] = windowed
     else:
         local = sum(config.window(layer) is not None for layer in range(config.num_hidden_layers))
         kinds[f"sliding window of {config.sliding_window} in {local} layers"] = config

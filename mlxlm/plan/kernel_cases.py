@@ -7,12 +7,13 @@ from contextlib import suppress
 from functools import partial
 
 from mlxlm.backend.mlx import mx, tree_map
-from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, make_cache
+from mlxlm.cache import PREFILL_STEP_SIZE, KVCache, KVOptions, make_cache
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import kth_smallest, weighted_quantile
 from mlxlm.kernels.attention import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
+from mlxlm.model.attention import Attention
 from mlxlm.utils.errors import GenerationError
 
 
@@ -62,9 +63,10 @@ def generation_cases(
         sizes = [min(PREFILL_STEP_SIZE, length - 1 - start) for start in range(0, length - 1, PREFILL_STEP_SIZE)]
         for size in (*sizes, 1):
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
-        dtype = caches[0].buffers[0].dtype
+        dtype = next(cache.buffers[0].dtype for cache in caches if isinstance(cache, KVCache))
         for layer in model.layers:
-            attention = layer.self_attn
+            if not isinstance(attention := layer.mixer, Attention):
+                continue
             projected = mx.zeros((len(pads), (attention.heads + 2 * attention.kv_heads) * attention.head_dim), dtype)
             attention.split_and_rotate(projected, angles=mx.zeros((len(pads),), mx.int32))
 

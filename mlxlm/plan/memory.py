@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import layer_activations
+from mlxlm.config.model_config import attention_windows, layer_activations
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 
@@ -145,8 +145,7 @@ def _block_bytes(config: ModelConfig, training: Training) -> int:
     if training.attention_path(config) != "blockwise":
         return 0
     heads, length = config.num_attention_heads, training.max_seq_length
-    windows = set(map(config.window, range(config.num_hidden_layers)))
-    rows = {window: training.block_rows(heads, window) for window in windows}
+    rows = {window: training.block_rows(heads, window) for window in attention_windows(config)}
     block = max(n * min(length, n + (window or length) - 1) for window, n in rows.items())
     part = -(-training.batch_size // training.num_workers)
     return training.num_workers * _SCORES_AT_A_TIME * 4 * heads * part * block

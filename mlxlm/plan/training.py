@@ -9,7 +9,7 @@ from typing import Any
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import attended_keys
+from mlxlm.config.model_config import attended_keys, attention_windows
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.config.option import option, range_problems
 from mlxlm.kernels.attention import LINEAR_MEMORY_FROM, TRAINING, attention_case
@@ -91,10 +91,11 @@ class Training:
         and the fused kernels are counted with the whole window. "plain" also keeps these scores.
         """
         path, length, layers = self.attention_path(config), self.max_seq_length, config.num_hidden_layers
+        windows = attention_windows(config)
         if path == "fused":
             return attended_keys(config, length) / layers
         if path == "plain" and self._device != "cpu":
-            return length
+            return length * len(windows) / layers
 
         def scores(window: int | None) -> int:
             plain = max(MIN_ROWS, -(-length // 4))
@@ -105,8 +106,7 @@ class Training:
             keys = rows * growing * (growing + 1) // 2 + (full - growing) * most
             return rows * keys + rest * min(length, rest + (window or length) - 1)
 
-        windows = Counter(map(config.window, range(layers)))
-        return sum(count * scores(window) for window, count in windows.items()) / (layers * length)
+        return sum(count * scores(window) for window, count in Counter(windows).items()) / (layers * length)
 
     @property
     def _device(self) -> str:
@@ -147,8 +147,7 @@ def _case(config: ModelConfig, training: Training) -> Case:
     used = {"softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
     features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
     sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
-    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
-    window = None if None in windows else config.sliding_window
+    window = None if None in attention_windows(config) else config.sliding_window
     return attention_case(TRAINING, training.dtype, *sizes, features, window=window)
 
 

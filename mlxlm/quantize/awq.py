@@ -15,6 +15,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
+from mlxlm.config.sublayers import MIXERS
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, get_submodule
 from mlxlm.quantize.rtn import PackedMatrix, dequantized, quantize_rtn
 
@@ -32,9 +33,10 @@ class ScaleGroup:
     next_layers: tuple[str, ...]
 
 
-def scale_groups(config: ModelConfig) -> list[ScaleGroup]:
-    """The places of a block where channels can be scaled without changing what it computes."""
-    attention = tuple(f"self_attn.{p}_proj" for p in "qkv")
+def scale_groups(config: ModelConfig, mixer: str = "attention") -> list[ScaleGroup]:
+    """The places of a block with this mixer where channels can be scaled without changing what it computes."""
+    matrices = MIXERS[mixer](config).matrices
+    attention = tuple(m.module for m in matrices if m.group not in ("output", "convolution"))
     feed_forward = ("mlp.gate_proj", "mlp.up_proj") if config.mlp_gated else ("mlp.up_proj",)
     groups = []
     norms = config.layer_norms
@@ -42,7 +44,7 @@ def scale_groups(config: ModelConfig) -> list[ScaleGroup]:
         groups += [ScaleGroup(norms.attention_input, attention), ScaleGroup(norms.mlp_input, feed_forward)]
     elif norms.attention_input:
         groups.append(ScaleGroup(norms.attention_input, attention + feed_forward))
-    if config.num_key_value_heads == config.num_attention_heads:  # else several heads share a value channel
+    if mixer == "attention" and config.num_key_value_heads == config.num_attention_heads:  # else several heads share a value channel
         groups.append(ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",)))
     if config.mlp_gated or config.hidden_act == "relu":  # what is linear in `up`; relu(x / s) = relu(x) / s
         groups.append(ScaleGroup("mlp.up_proj", ("mlp.down_proj",)))
@@ -61,7 +63,7 @@ def apply_best_scales(
     See `CalibratedMethod.change_block`.
     """
     inputs, changed = dict(inputs), set()
-    for group in scale_groups(config):
+    for group in scale_groups(config, block.mixer_type):
         moments = inputs[group.next_layers[0]].moments
         modules = {name: get_submodule(block, name) for name in group.next_layers}
         quantized = [(module.weight, fmt) for name, module in modules.items() if (fmt := formats.get(name)) is not None]

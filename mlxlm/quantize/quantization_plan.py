@@ -31,7 +31,7 @@ class Matrix:
         rows: Number of rows, of all experts.
         width: Number of columns.
         format: The format that mlx_lm's class requires, if it does: routers have 8 bits.
-        quantized: False if it keeps 16 bits: routers of mlxlm's decoder, and what mlx_lm's class says.
+        quantized: False if it keeps 16 bits: routers and convolutions of mlxlm's decoder, and what mlx_lm's class says.
     """
 
     name: str
@@ -107,7 +107,8 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
     """The matrices of mlxlm's decoder."""
     home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
-    routers = tuple(m.module for sublayer, _ in sublayers(config) for m in sublayer.matrices if m.group == "router")
+    matrices = (matrix for sublayer, _ in sublayers(config) for matrix in sublayer.matrices)
+    exact = tuple(matrix.module for matrix in matrices if matrix.group in ("router", "convolution"))
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         if parameter != "weight" or len(tensor.shape) < 2:
@@ -116,7 +117,7 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
         target, modules = (stored.name, stored.modules) if stored else (module, (module,))
         if target not in found:
             rows = sum(math.prod(tensors[f"{m}.weight"].shape[:-1]) for m in modules)
-            found[target] = Matrix(target, modules, rows, tensor.shape[-1], quantized=not module.endswith(routers))
+            found[target] = Matrix(target, modules, rows, tensor.shape[-1], quantized=not module.endswith(exact))
     return tuple(found.values())
 
 

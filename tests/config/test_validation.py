@@ -78,7 +78,7 @@ def test_all_problems_are_reported_at_once():
             "norm_unit_offset is true, but the norm layer has no such offset",
         ),
         ({"layer_types": ("full_attention",)}, "layer_types has 1 entries, one for each of 2 layers"),
-        ({"layer_types": ("linear_attention",) * 2}, "layer_types must be a list of full_attention and"),
+        ({"layer_types": ("linear_attention",) * 2}, "layer_types must be a list of full_attention, sliding"),
         ({"layer_types": ("sliding_attention",) * 2}, "but sliding_window is null"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "an object with rope_type linear, dynamic"),
         ({"rope_scaling": 8}, "rope_scaling is 8"),

@@ -50,6 +50,16 @@ PUBLISHED = {
             "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None, "rope_theta": 1000000,
         },
     ),
+    "LFM2-1.2B": (
+        1_170_340_608,
+        {
+            "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 128000, "rope_theta": 1000000.0,
+            "norm_eps": 1e-5, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": False,
+            "block_dim": 2048, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+            "block_auto_adjust_ff_dim": True, "tie_embedding": True,
+        },
+    ),
     "gemma-2b": (
         2_506_172_416,
         {

@@ -13,6 +13,7 @@ from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import recurrent_state_bytes
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings
 from mlxlm.generation import greedy_tokens
@@ -59,6 +60,7 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 200.0},
 }
+CONVOLUTIONS = {**LLAMA, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
@@ -190,6 +192,9 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "lfm2": ("lfm2", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "lfm2, biased": ("lfm2", {**CONVOLUTIONS, "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False}),
+    "lfm2_moe": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7}),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 6}),
 }
@@ -321,7 +326,7 @@ def test_counts_are_those_of_the_arrays(case):
     cache = make_cache(model)
     model(mx.array(TOKENS[:1]), cache)
     cached = sum(part.nbytes for layer in cache for part in layer.state)
-    assert config.kv_bytes_per_token(4) * LENGTH == cached
+    assert config.kv_bytes_per_token(4) * LENGTH + recurrent_state_bytes(config, 4) == cached
 
 
 LAYER = "norm=layer feed_forward=gelu biases=all attention=multi-head"

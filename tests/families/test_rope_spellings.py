@@ -31,6 +31,7 @@ SIZES = {
 NATIVE = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2"), SIZES)
 NEOX = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
 NATIVE["gpt_neox"] = {**NEOX, "intermediate_size": 128}  # which mlx_lm requires
+NATIVE["lfm2"] = {**SIZES, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 NATIVE["falcon"] = {k: v for k, v in NEOX.items() if k != "intermediate_size"}
 NO_ROPE = ("mamba", "mamba2", "gpt_bigcode", "granitemoehybrid")
 FAMILIES = {**{name: values for name, values in through_mlx_lm.CASES.items() if name not in NO_ROPE}, **NATIVE}

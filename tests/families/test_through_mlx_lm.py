@@ -52,14 +52,11 @@ LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
-CONVOLUTIONS = {"num_hidden_layers": 4, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 CASES = {
     "phi": HALF,
     "llama4_text": {**WINDOWS, **EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40},
-    "lfm2": {**BASE, **CONVOLUTIONS, "block_ff_dim": 48, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {**BASE, **CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
     "phimoe": {**BASE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
     "deepseek_v2": {**BASE, **LATENT, **ROUTED},
     "deepseek_v3": {**BASE, **LATENT, **ROUTED, "n_group": 2, "topk_group": 1},

@@ -39,6 +39,7 @@ MODELS = {
     "transformer": {"positions": "sinusoidal", "norm": "layer", "norm_placement": "post"},
     "neox": {"partial_rotary_factor": 0.5, "parallel_residual": True, "norm": "layer"},
     "bloom": {"positions": "alibi", "embedding_norm": True, "norm": "layer"},
+    "lfm 2": {"layer_types": ("conv", "full_attention", "conv"), "num_hidden_layers": 3, "conv_bias": True},
     "llama 3": {
         "rope_scaling": {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -59,7 +60,7 @@ CACHES = {
 def make(**changes):
     model = Decoder(ModelConfig(**{**SIZES, **changes}))
     model.init_weights(0)
-    for layer in model.layers:  # larger queries and keys than fresh ones: who is seen must matter
+    for layer in (layer for layer in model.layers if layer.mixer_type == "attention"):  # larger queries and keys than fresh ones: who is seen must matter
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 3
         layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 3
         if layer.self_attn.qk_norm:  # fresh weights are all ones

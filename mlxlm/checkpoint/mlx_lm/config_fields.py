@@ -231,14 +231,6 @@ def _nanochat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
-    types, layers = values.get("layer_types"), values.get("full_attn_idxs")
-    attention = [i for i, kind in enumerate(types or ()) if kind == FULL] if layers is None else layers
-    if len(set(attention)) >= values["num_hidden_layers"]:
-        raise CheckpointError("all layers have full attention, mlx_lm's model needs a convolution in one of them")
-    return {}
-
-
 def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
     if (values.get("rope_scaling") or {}).get("mscale_all_dim"):
         raise CheckpointError("rope_parameters has mscale_all_dim, which mlx_lm's minicpm3 doesn't implement")
@@ -278,8 +270,6 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
     "granitemoehybrid": _granite_hybrid,
-    "lfm2": _lfm2,
-    "lfm2_moe": _lfm2,
     "llama4_text": _llama4,
     "longcat_flash": _longcat_flash,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},
