@@ -175,7 +175,7 @@ def _translate(own: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> 
     """Our cache for one of mlx_lm's, or for None, a layer of a model without `make_cache`; None for other types."""
     kind = "KVCache" if own is None else type(own).__name__
     if kind == "ArraysCache":
-        return _recurrent_class(type(own))(len(own.cache))
+        return _recurrent_class(type(own))(len(own.cache))  # type: ignore[arg-type]
     if kind not in ("KVCache", "RotatingKVCache") or getattr(own, "keep", False):
         return None
     window = own.max_size if kind == "RotatingKVCache" else None

@@ -179,7 +179,7 @@ def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int 
     """
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[tuple[int, int, int | None], tuple[int, int]] = {}
-    layers = []
+    layers: list[_LayerLayout | None] = []
     for cache, window in zip(caches, windows, strict=True):
         if isinstance(cache, RecurrentCache):
             cache.begin_step()

@@ -419,7 +419,8 @@ def _gpt_oss(weights: Weights) -> Weights:
 
 def _stack_experts(weights: Weights) -> Weights:
     """Experts one by one, where mlx_lm expects gate and up projections in one matrix of all experts."""
-    result, stacks = {}, {}
+    result: Weights = {}
+    stacks: dict[str, dict[int, mx.array]] = {}
     for name, value in weights.items():
         if match := re.fullmatch(r"(.+)\.experts\.(\d{1,9})\.(\w+\.weight)", name):
             stacks.setdefault(f"{match[1]}.switch_mlp.{match[3]}", {})[int(match[2])] = value
