@@ -34,6 +34,7 @@ from numpy.lib.stride_tricks import as_strided
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_map
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.cache.factory import DEFAULT
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.config import ModelConfig
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.options import GenerationOptions
@@ -440,8 +441,11 @@ def decode_launches(
     set_zero_weights(model, bits)
     step, caches = DecodeStep(model.eval()), make_cache(model, kv)
     keys = mx.zeros((rows, config.num_key_value_heads, context, config.head_dim), mx.bfloat16)
-    for layer_cache in caches:
-        layer_cache.update_and_fetch(keys, keys)
+    for layer, layer_cache in zip(model.layers, caches, strict=True):
+        if isinstance(layer_cache, RecurrentCache):
+            layer.mixer(mx.zeros((rows, 1, config.hidden_size), mx.bfloat16), layer_cache)
+        else:
+            layer_cache.update_and_fetch(keys, keys)
     return step_launches(lambda tokens: step(tokens, caches), caches, rows)
 
 

@@ -23,11 +23,6 @@ KINDS = {
         "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
     },
-    "qwen3_next": {
-        **_BASE, **_EXPERTS, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "decoder_sparse_step": 1,
-        "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
-    },
     "qwen3_5_text": {
         **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -41,6 +36,18 @@ NATIVE = {  # run by mlxlm's decoder
         **_BASE,
         **_EXPERTS,
         "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_next": {
+        **_BASE,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "decoder_sparse_step": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
     },
     "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
 }

@@ -97,7 +97,10 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
                 scores = scores - slopes(H)[h] * (scale if c.alibi_scaled else 1) * back
             e = np.exp(np.where(seen & (segment_ids[b][None] == segment_ids[b][:, None]), scores, -np.inf))
             out[b, h] = e / e.sum(-1, keepdims=True) @ v[b, group]
-    return linear(out.transpose(0, 2, 1, 3).reshape(B, T, H * D), weights, f"{name}.o_proj")
+    out = out.transpose(0, 2, 1, 3).reshape(B, T, H * D)
+    if c.attn_output_gate:
+        out = out * activation(linear(x, weights, f"{name}.gate_proj"), "sigmoid")
+    return linear(out, weights, f"{name}.o_proj")
 
 
 def short_conv(x, weights, name, c, segment_ids):
@@ -109,6 +112,36 @@ def short_conv(x, weights, name, c, segment_ids):
             seen = segment_ids[:, t - back] == segment_ids[:, t]
             out[:, t] += seen[:, None] * y[:, t - back] * kernel[:, -1 - back]
     return linear(C * (out + weights.get(f"{name}.conv.bias", 0)), weights, f"{name}.out_proj")
+
+
+def gated_delta(x, weights, name, c, segment_ids):
+    """Yang et al. 2025, one token after another, with the convolution, gates and norm of Qwen3-Next."""
+    B, T, _ = x.shape
+    H, G, K, V = (
+        getattr(c, f"linear_{part}") for part in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
+    )
+    q, k, v, z, b, a = (linear(x, weights, f"{name}.in_proj_{part}") for part in "qkvzba")
+    mixed, kernel = np.concatenate([q, k, v], axis=-1), weights[f"{name}.conv1d.weight"]
+    out = np.zeros((B, T, H * V))
+    for row in range(B):
+        state = np.zeros((H, K, V))
+        for t in range(T):
+            if t and segment_ids[row, t] != segment_ids[row, t - 1]:
+                state = np.zeros((H, K, V))
+            seen = [
+                i for i in range(max(0, t - len(kernel[0]) + 1), t + 1) if segment_ids[row, i] == segment_ids[row, t]
+            ]
+            y = activation(sum(mixed[row, i] * kernel[:, i - t - 1] for i in seen), "silu")
+            q, k, v = y[: G * K].reshape(G, K), y[G * K : 2 * G * K].reshape(G, K), y[2 * G * K :].reshape(H, V)
+            q, k = (np.repeat(u / np.sqrt((u**2).sum(-1, keepdims=True) + 1e-6), H // G, axis=0) for u in (q, k))
+            step = np.log1p(np.exp(a[row, t] + weights[f"{name}.dt_bias"]))
+            state = state * np.exp(-np.exp(weights[f"{name}.A_log"]) * step)[:, None, None]
+            change = (v - np.einsum("hk,hkv->hv", k, state)) / (1 + np.exp(-b[row, t]))[:, None]
+            state = state + k[:, :, None] * change[:, None]
+            read = np.einsum("hk,hkv->hv", q / math.sqrt(K), state)
+            read = read / np.sqrt((read**2).mean(-1, keepdims=True) + c.rms_norm_eps) * weights[f"{name}.norm.weight"]
+            out[row, t] = read.reshape(-1) * activation(z[row, t], "silu")
+    return linear(out, weights, f"{name}.out_proj")
 
 
 def activation(x, name):
@@ -156,6 +189,8 @@ def decoder(weights, c, tokens, segment_ids=None):
         def attend(y, name=name, layer=layer):
             if c.mixer(layer) == "short_conv":
                 return short_conv(y, weights, f"{name}.conv", c, segment_ids)
+            if c.mixer(layer) == "gated_delta":
+                return gated_delta(y, weights, f"{name}.linear_attn", c, segment_ids)
             return attention(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
 
         def feed(y, name=name):
@@ -215,9 +250,19 @@ def architectures(draw):
     positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
-    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv"]
+    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv", "linear_attention"]
     types = draw(st.none() | st.lists(st.sampled_from(kinds), min_size=layers - 1, max_size=layers - 1))
+    linear = {}
+    if "linear_attention" in (types or ()):
+        groups = draw(st.integers(1, 2))
+        linear = {
+            "linear_num_value_heads": groups * draw(st.integers(1, 2)), "linear_num_key_heads": groups,
+            "linear_key_head_dim": draw(st.sampled_from([4, 7])), "linear_conv_kernel_dim": draw(st.integers(1, 4)),
+            "linear_value_head_dim": draw(st.sampled_from([4, 6])),
+        }  # fmt: skip
     return ModelConfig(
+        **linear,
+        attn_output_gate=draw(flags),
         hidden_size=draw(st.sampled_from([16, 17, 24])),
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -243,7 +288,7 @@ def architectures(draw):
         rope_scaling=draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None,
         sliding_window=window,
         qk_norm=draw(st.sampled_from([None, "head", "projection"])),
-        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-1]))],
+        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-2]))],
         conv_L_cache=draw(st.integers(1, 4)) if "conv" in (types or ()) else 3,
         conv_bias="conv" in (types or ()) and draw(flags),
         alibi_scaled=positions == "alibi" and draw(flags),

@@ -79,7 +79,7 @@ class RecurrentCache:
     @property
     def step_arrays(self) -> list[mx.array]:
         """The arrays, which a compiled step reads and returns new ones for."""
-        return self._arrays  # type: ignore[return-value]
+        return [array for array in self._arrays if array is not None]
 
     def begin_step(self) -> None:
         """Prepare for one token per row."""

@@ -42,6 +42,8 @@ def to_decoder_weights(
         if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
             shape = (whole.shape[0], whole.shape[1] * whole.shape[2])
             whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
+        if mapping.offset:
+            whole = whole.transform(partial(_add, number=-mapping.offset))
         if mapping.interleaved:
             if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
@@ -91,8 +93,14 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         if mapping.channel_axis and len(whole.shape) == 2:
             shape = (*whole.shape[: mapping.channel_axis], 1, *whole.shape[mapping.channel_axis :])
             whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
+        if mapping.offset:
+            whole = whole.transform(partial(_add, number=mapping.offset))
         result[target] = _transpose(whole, mapping, parameter)
     return result
+
+
+def _add(value: mx.array, number: float) -> mx.array:
+    return value + number
 
 
 def _transpose(tensor: LazyTensor, mapping: WeightMapping, parameter: str) -> LazyTensor:

@@ -12,7 +12,6 @@ from typing import Any
 from mlxlm.config.components import (
     CHOICES,
     DENSE,
-    FULL,
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,
@@ -25,7 +24,7 @@ from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
-from mlxlm.config.sublayers import MIXERS, MLPS, Sublayer
+from mlxlm.config.sublayers import MIXERS, MLPS, Sublayer, validate_layer_types
 from mlxlm.utils.errors import ConfigError, short_repr
 
 
@@ -56,9 +55,16 @@ class ModelConfig:
         partial_rotary_factor: Fraction of a head that is rotated.
         sliding_window: Number of tokens that a token attends to, including itself.
         layer_types: "sliding_attention" for layers with the window, "full_attention" for others, "conv" for gated short
-            convolutions instead of attention (LFM2). None: all layers have the window, if there is one.
+            convolutions instead of attention (LFM2), "linear_attention" for the gated delta rule (Qwen3-Next). None:
+            all layers have the window, if there is one.
         conv_L_cache: Taps of a short convolution.
         conv_bias: Biases of short convolutions and their projections.
+        linear_num_value_heads: Heads of the gated delta rule.
+        linear_num_key_heads: Its number of query and key heads, each for as many value heads.
+        linear_key_head_dim: Size of its queries and keys.
+        linear_value_head_dim: Size of its values.
+        linear_conv_kernel_dim: Taps of the convolution before it.
+        attn_output_gate: The output of attention is multiplied by a gate (Qwen3-Next).
         qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
@@ -121,6 +127,12 @@ class ModelConfig:
     layer_types: tuple[str, ...] | None = None
     conv_L_cache: int = 3
     conv_bias: bool = False
+    linear_num_value_heads: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+    attn_output_gate: bool = False
     qk_norm: str | None = None
     alibi_scaled: bool = False
     attention_out_bias: bool | None = None
@@ -332,7 +344,7 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
     if c.norm_unit_offset and not NORMS[c.norm].unit_offset:
         yield f"norm_unit_offset is true, but the norm {c.norm} has no such offset (rms has)"
     if c.layer_types is not None:
-        yield from _validate_layer_types(c)
+        yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
     if c.num_experts is not None:
@@ -356,18 +368,6 @@ def _validate_rope(c: ModelConfig) -> Iterator[str]:
         yield "rope_layers must be a list of true and false"
     elif layers is not None and len(layers) != c.num_hidden_layers:
         yield f"rope_layers has {len(layers)} entries, one for each of {c.num_hidden_layers} layers is needed"
-
-
-def _validate_layer_types(c: ModelConfig) -> Iterator[str]:
-    kinds = (FULL, SLIDING, *RECURRENT)
-    if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
-        yield f"layer_types must be a list of {', '.join(kinds)}"
-    elif len(c.layer_types) != c.num_hidden_layers:
-        yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
-    elif SLIDING in c.layer_types and c.sliding_window is None:
-        yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
-    elif RECURRENT.keys() >= set(c.layer_types):
-        yield f"layer_types has no layer with attention ({FULL})"
 
 
 def _validate_token_ids(c: ModelConfig) -> Iterator[str]:
@@ -426,6 +426,8 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
         for matrix in sublayer.matrices:
             part = "projections" if matrix.group in ("query", "key", "value") else matrix.group
             flops[part] += 2 * layers * matrix.active_parameters
+        if sublayer.state_flops:
+            flops["state"] += layers * sublayer.state_flops
     scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
     head = 2 * c.hidden_size * c.vocab_size
     return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}
@@ -470,7 +472,8 @@ def kv_cache_values(c: ModelConfig, context_length: int) -> int:
 
 def recurrent_state_bytes(c: ModelConfig, bytes_per_value: int) -> int:
     """Bytes of the states of the recurrent layers of one sequence, however long it is."""
-    return sum(mixer.state_values for mixer, _ in c.layer_sublayers) * bytes_per_value
+    mixers = [mixer for mixer, _ in c.layer_sublayers]
+    return sum(mixer.state_values * bytes_per_value + 4 * mixer.float32_state_values for mixer in mixers)
 
 
 def window_slack(window: int) -> int:

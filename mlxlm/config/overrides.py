@@ -74,8 +74,8 @@ def apply_overrides(
     - `experts`: their number, of which each token uses 2 or `num_experts_per_tok`, as wide together as the feed-forward
       was; or none.
     - `mlp_layer_types`: all; a number n, which leaves the first n layers dense; or a JSON list.
-    - `layer_types`: all or alternating, the layers with the window; conv:n, in which each n-th layer has attention and
-      the others a short convolution; or a JSON list.
+    - `layer_types`: all or alternating, the layers with the window; conv:n or linear_attention:n, in which each n-th
+      layer has attention, and the others a short convolution or the gated delta rule; or a JSON list.
     - `rope_layers`: all; a number n, which leaves each n-th layer without rotary positions; or a JSON list.
     - `rope_scaling`: TYPE:FACTOR or TYPE:FACTOR:LENGTH. TYPE is linear, ntk, dynamic, yarn or llama3; LENGTH is the
       original context (default: `max_position_embeddings`). ntk is a larger base, rope_theta · factor^(D / (D - 2)).

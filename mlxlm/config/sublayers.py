@@ -5,9 +5,13 @@ Each declares its matrices, activations and cache; `mlxlm.model` implements it u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from mlxlm.config.components import FULL, RECURRENT, SLIDING
+from mlxlm.config.numbers import is_count
+from mlxlm.utils.errors import short_repr
 
 Config = Any  # a ModelConfig, whose module imports this one
 
@@ -57,6 +61,8 @@ class Sublayer:
         score_flops: Operations of a token and one key: of the score, and of the weighted sum of values.
         kv_values: Values in the cache per token.
         state_values: Values in the cache per text, of a recurrent layer.
+        float32_state_values: Further such values, in float32 whatever the dtype of the others.
+        state_flops: Operations of a token and the state.
     """
 
     matrices: tuple[Matrix, ...]
@@ -66,6 +72,8 @@ class Sublayer:
     score_flops: tuple[int, int] = (0, 0)
     kv_values: int = 0
     state_values: int = 0
+    float32_state_values: int = 0
+    state_flops: int = 0
 
 
 def attention(c: Config) -> Sublayer:
@@ -73,14 +81,16 @@ def attention(c: Config) -> Sublayer:
     hidden, d = c.hidden_size, c.head_dim
     queries, keys, bias = c.num_attention_heads * d, c.num_key_value_heads * d, c.attention_bias
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
+    gate = (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias),) if c.attn_output_gate else ()
     return Sublayer(
         matrices=(
             Matrix("self_attn.q_proj", "query", hidden, queries, bias),
             Matrix("self_attn.k_proj", "key", hidden, keys, bias),
             Matrix("self_attn.v_proj", "value", hidden, keys, bias),
+            *gate,
             Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
         ),
-        activations=2 * queries + 2 * keys,  # queries, keys, values and attention's output
+        activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
         norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
         score_flops=(2 * queries, 2 * queries),
         kv_values=2 * keys,
@@ -98,6 +108,29 @@ def short_conv(c: Config) -> Sublayer:
         ),
         activations=6 * hidden,  # three projections, two products and the convolution
         state_values=(taps - 1) * hidden,
+    )
+
+
+def gated_delta(c: Config) -> Sublayer:
+    """The gated delta rule (Qwen3-Next)."""
+    hidden, heads, key_dim, value_dim = (
+        c.hidden_size, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim,
+    )  # fmt: skip
+    keys, values, taps = c.linear_num_key_heads * key_dim, heads * value_dim, c.linear_conv_kernel_dim
+    sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    mixed, state = 2 * keys + values, heads * key_dim * value_dim
+    return Sublayer(
+        matrices=(
+            *(Matrix(f"linear_attn.in_proj_{name}", "projections", hidden, n, False) for name, n in sizes.items()),
+            Matrix("linear_attn.conv1d", "convolution", taps, mixed, False),  # of each channel by itself
+            Matrix("linear_attn.out_proj", "output", values, hidden, False),
+        ),
+        activations=3 * mixed + 4 * heads * key_dim + 6 * values,
+        norms=value_dim,
+        biases=2 * heads,
+        state_values=(taps - 1) * mixed,
+        float32_state_values=state,
+        state_flops=6 * state,  # read by the key, corrected, and read by the query
     )
 
 
@@ -136,5 +169,30 @@ def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_pe
     )
 
 
-MIXERS: dict[str, Callable[[Config], Sublayer]] = {"attention": attention, "short_conv": short_conv}
+MIXERS: dict[str, Callable[[Config], Sublayer]] = {
+    "attention": attention,
+    "short_conv": short_conv,
+    "gated_delta": gated_delta,
+}
 MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
+
+
+def validate_layer_types(c: Config) -> Iterator[str]:
+    """Yield a message for each problem of `layer_types`, which is set, and of the sizes that some of them need."""
+    kinds = (FULL, SLIDING, *RECURRENT)
+    if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
+        yield f"layer_types must be a list of {', '.join(kinds)}"
+    elif len(c.layer_types) != c.num_hidden_layers:
+        yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
+    elif SLIDING in c.layer_types and c.sliding_window is None:
+        yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
+    elif RECURRENT.keys() >= set(c.layer_types):
+        yield f"layer_types has no layer with attention ({FULL})"
+    elif "linear_attention" in c.layer_types:
+        names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+        bad = [f"{name} is {short_repr(value)}" for name in names if not is_count(value := getattr(c, name))]
+        heads, key_heads = c.linear_num_value_heads, c.linear_num_key_heads
+        if bad:
+            yield f"{', '.join(bad)}, layers with linear_attention need a positive whole number"
+        elif heads % key_heads:
+            yield f"linear_num_key_heads {key_heads} does not divide linear_num_value_heads {heads}"

@@ -173,11 +173,15 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     multipliers["logits"] = 1 / c.logits_scaling
     windows = sum(window is not None for window in attention_windows(c))
     mixers = Counter(map(c.mixer, range(c.num_hidden_layers)))
-    convolutions = mixers["short_conv"]
+    convolutions, delta = mixers["short_conv"], mixers["gated_delta"]
+    linear = (
+        f"gated delta rule, {c.linear_num_value_heads} heads of {c.linear_key_head_dim} x {c.linear_value_head_dim}"
+    )
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
         "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
         "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
+        "linear attention": f"{linear}, in {delta} layers" if delta else "",
         "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
@@ -196,7 +200,8 @@ def _attention(c: ModelConfig) -> str:
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
     norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}"
+    gate = ", gated" if c.attn_output_gate else ""
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{gate}"
 
 
 def _positions(c: ModelConfig) -> str:

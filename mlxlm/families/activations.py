@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import FULL
 
 # Other names of the same functions. Source: transformers, activations.py
 _SYNONYMS = {
@@ -47,6 +48,11 @@ def mlx_lm_mismatch(config: ModelConfig) -> str | None:
     """Describe what mlx_lm computes instead of what is configured; None if it computes the same."""
     if config.model_type == "glm" and config.partial_rotary_factor != 1:
         return f"its glm rotates whole heads, this model {config.partial_rotary_factor:g} of them"
+    types = config.layer_types or ()
+    if config.model_type == "qwen3_next" and FULL in types:
+        interval = types.index(FULL) + 1
+        if any((kind == FULL) != ((layer + 1) % interval == 0) for layer, kind in enumerate(types)):
+            return f"its qwen3_next has attention in layers that are a multiple of {interval}, this model in others"
     computed = MLX_LM_ACTIVATIONS.get(config.model_type)
     if computed is None or same_activation(config.hidden_act, computed):
         return None

@@ -53,5 +53,5 @@ BLOOM = Family(
         "self_attention.dense": "self_attn.o_proj",
         **MEGATRON_MLP,
     },
-    qkv_interleaved=True,
+    interleaved={"self_attention.query_key_value": "num_key_value_heads"},
 )

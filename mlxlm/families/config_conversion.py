@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import ACTIVATIONS, RECURRENT, SLIDING
+from mlxlm.config.components import ACTIVATIONS, SLIDING
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families.activations import mlx_lm_mismatch, normalize_activation
 from mlxlm.families.family import Family, HFConfig
@@ -76,7 +76,7 @@ def unsupported_feature(values: HFConfig) -> str | None:
         return f"quantization by {method!r}"
     types = values.get("layer_types")
     if isinstance(types, list):
-        kinds = {SLIDING: "sliding_window", **dict.fromkeys(RECURRENT, "layer_types")}
+        kinds = {SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads"}
         if missing := [kind for kind, name in kinds.items() if kind in types and not family.hf_names(name)]:
             return f"layer_types with {missing[0]} in a {model_type} model"
     activation = _activation(values, family)

@@ -91,5 +91,5 @@ FALCON = Family(
     top_modules={"word_embeddings": "embed_tokens", "ln_f": "norm"},
     layer_modules={"self_attention.query_key_value": QKV, "self_attention.dense": "self_attn.o_proj", **MEGATRON_MLP},
     extra_layer_modules=_layer_norms,
-    qkv_interleaved=True,
+    interleaved={"self_attention.query_key_value": "num_key_value_heads"},
 )

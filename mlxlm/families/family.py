@@ -35,14 +35,16 @@ class Family:
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
-        qkv_interleaved: The fused query, key and value are interleaved by key-value head.
+        interleaved: Fused modules of a layer whose parts are interleaved -> the field with the number of groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.
         has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
+        mlx_lm_adds_one: mlx_lm stores the weights of norms plus 1, the file and the decoder without.
         mlx_lm_names: Modules of a layer in the file -> their names in mlx_lm, where they differ.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
         ignored_suffixes: Suffixes of tensors that aren't parameters.
+        ignored_prefixes: Their prefixes.
     """
 
     model_type: str
@@ -60,14 +62,16 @@ class Family:
     top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
     layer_modules: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
-    qkv_interleaved: bool = False
+    interleaved: Mapping[str, str] = field(default_factory=dict)
     has_local_rope: bool = False
     rope_interleaved: bool = False
     transposed: frozenset[str] = frozenset()
     has_mtp_layers: bool = False
+    mlx_lm_adds_one: bool = False
     mlx_lm_names: Mapping[str, str] = field(default_factory=dict)
     mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignored_prefixes: tuple[str, ...] = ()
 
     def hf_names(self, field: str) -> tuple[str, ...]:
         """Hugging Face's names of a ModelConfig field, the preferred one first; empty if the family lacks the field."""

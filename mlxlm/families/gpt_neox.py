@@ -24,7 +24,7 @@ GPT_NEOX = Family(
         "attention.dense": "self_attn.o_proj",
         **MEGATRON_MLP,
     },
-    qkv_interleaved=True,
+    interleaved={"attention.query_key_value": "num_key_value_heads"},
     mlx_lm_prefixes=(("gpt_neox.layers.", "model.h."), ("embed_out", "model.embed_out"), ("gpt_neox.", "model.")),
     ignored_suffixes=(".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),
 )

@@ -19,8 +19,9 @@ from mlxlm.families.family import (
     unsupported_layer_types,
 )
 
-_FIELDS = COMMON_FIELDS | same_names("num_key_value_heads", "head_dim", "rope_theta", "conv_L_cache", "conv_bias")
-_FIELDS |= {
+_FIELDS: dict[str, str | tuple[str, ...]] = {
+    **COMMON_FIELDS,
+    **same_names("num_key_value_heads", "head_dim", "rope_theta", "conv_L_cache", "conv_bias"),
     "rms_norm_eps": "norm_eps",
     "layer_types": "layer_types",
     "tie_word_embeddings": ("tie_word_embeddings", "tie_embedding"),

@@ -1,11 +1,15 @@
-"""Qwen 2 (biased query, key and value projections) and Qwen 3 (query and key norms), dense and with experts."""
+"""Qwen 2 (biased query, key and value projections) and Qwen 3 (query and key norms), dense and with experts.
+
+Qwen3-Next has the gated delta rule in most layers, and gated attention.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import DENSE
+from mlxlm.config.components import DENSE, FULL
+from mlxlm.config.model_config import MAX_LAYERS
 from mlxlm.families.family import (
     EXPERTS,
     LLAMA_FIELDS,
@@ -130,4 +134,76 @@ QWEN3_MOE = Family(
     write_extra=lambda c: {**_write_dense_layers(c), "use_sliding_window": c.sliding_window is not None},
     find_unsupported=_unsupported_experts,
     layer_modules=EXPERTS,
+)
+
+
+_LINEAR = "linear_attention"
+
+
+def _read_qwen3_next(values: HFConfig) -> dict[str, Any]:
+    types, count, interval = (
+        values.get(name) for name in ("layer_types", "num_hidden_layers", "full_attention_interval")
+    )
+    if types is None and isinstance(count, int) and count <= MAX_LAYERS:
+        interval = interval if isinstance(interval, int) and interval > 0 else 4
+        types = [_LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+    all_full = isinstance(types, list) and set(map(str, types)) == {FULL}
+    return {"layer_types": None if all_full else types, **_read_dense_layers(values)}
+
+
+def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+    """mlx_lm reads the interval instead of the types."""
+    types = list(config.layer_types or (FULL,) * config.num_hidden_layers)
+    return {"layer_types": types, "full_attention_interval": types.index(FULL) + 1, **_write_dense_layers(config)}
+
+
+_LINEAR_FIELDS = same_names(
+    "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    {
+        **LLAMA_FIELDS,
+        **_EXPERT_FIELDS,
+        **_LINEAR_FIELDS,
+        **same_names(
+            "head_dim", "attention_bias", "layer_types", "partial_rotary_factor", "shared_expert_intermediate_size"
+        ),
+    },
+    defaults={
+        "intermediate_size": 5632,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    fixed_values={"qk_norm": "head", "norm_unit_offset": True, "attn_output_gate": True, "shared_expert_gate": True},
+    read_extra=_read_qwen3_next,
+    write_extra=_write_qwen3_next,
+    find_unsupported=lambda values: first_unexpected(values, hidden_act="silu") or _unsupported_experts(values),
+    layer_modules={
+        **EXPERTS,
+        "self_attn.q_proj": "self_attn.q_proj self_attn.gate_proj",
+        "linear_attn.in_proj_qkvz": " ".join(f"linear_attn.in_proj_{name}" for name in "qkvz"),
+        "linear_attn.in_proj_ba": "linear_attn.in_proj_b linear_attn.in_proj_a",
+        **same_names("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+    },
+    interleaved={
+        "self_attn.q_proj": "num_attention_heads",
+        "linear_attn.in_proj_qkvz": "linear_num_key_heads",
+        "linear_attn.in_proj_ba": "linear_num_key_heads",
+    },
+    mlx_lm_adds_one=True,
+    ignored_prefixes=("mtp.",),
 )

@@ -26,6 +26,7 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
     **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
     **dict.fromkeys(("glm", "glm4_moe", "phi"), {_PARTIAL: 0.5}),
+    "qwen3_next": {_PARTIAL: 0.25},
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),
     **dict.fromkeys(("lfm2", "lfm2_moe", "mixtral", "phimoe"), {_THETA: 1e6}),
     "smollm3": {_THETA: 2e6},

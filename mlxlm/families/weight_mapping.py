@@ -28,8 +28,9 @@ class WeightMapping:
         rotary_dims: Number of rows of a head that are rotated, the first ones. 0: all.
         experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
             decoder. 0: one module.
-        channel_axis: With a convolution of each channel by itself, `[channels, taps]` in the decoder, the axis of size 1
-            that its weight has in the file: 1 for PyTorch, 2 for MLX. 0: no convolution.
+        channel_axis: Axis of size 1 that a convolution's weight, `[channels, taps]` in the decoder, has in the file: 1
+            as in PyTorch, 2 as in MLX. 0: no convolution.
+        offset: The weight in the file is that of the decoder plus this.
     """
 
     name: str
@@ -41,6 +42,7 @@ class WeightMapping:
     rotary_dims: int = 0
     experts: int = 0
     channel_axis: int = 0
+    offset: float = 0.0
 
     def expert_names(self) -> list[str]:
         """The modules of all experts."""
@@ -79,13 +81,18 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
-        if modules[0] in matrices and matrices[modules[0]].group == "convolution":
+        if for_mlx and family.mlx_lm_adds_one and modules[0].endswith("norm"):
+            mappings.append(WeightMapping(stored, modules, offset=1.0))
+        elif modules[0] in matrices and matrices[modules[0]].group == "convolution":
             mappings.append(WeightMapping(stored, modules, channel_axis=2 if for_mlx else 1))
         elif "*" in name:
             mappings.append(WeightMapping(name, modules, experts=config.num_experts or 0))
         elif len(modules) > 1:
+            if modules[0] not in matrices:  # of another kind of layer
+                continue
             rows = tuple(matrices[module].outputs for module in modules)
-            groups = config.num_key_value_heads if family.qkv_interleaved else 1
+            field = family.interleaved.get(name.removeprefix(family.prefix).split(".", 2)[-1])
+            groups = getattr(config, field) if field else 1
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
@@ -98,7 +105,7 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     None for tensors that aren't parameters: masks and rotary frequencies in old files, and the copy of a tied head.
     """
     family = family_of(config)
-    if name.endswith(family.ignored_suffixes):
+    if name.endswith(family.ignored_suffixes) or name.startswith(family.ignored_prefixes):
         return None
     layer = re.match(rf"{family.prefix}{family.layers}\.(\d{{1,9}})\.", name) if family.has_mtp_layers else None
     if layer is not None and int(layer[1]) >= config.num_hidden_layers:

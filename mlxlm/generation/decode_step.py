@@ -310,6 +310,13 @@ def _window(cache: KVCache | RecurrentCache) -> int | None:
     return cache.window.size if isinstance(cache, KVCache) and cache.window is not None else None
 
 
+def _recurrent_state(kind: type, arrays: list[mx.array]) -> Any:
+    """The cache of a recurrent layer of mlx_lm's model, with these arrays."""
+    state = kind(len(arrays))
+    state.end_step(arrays)
+    return state
+
+
 def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _Form]]) -> Step:
     """Return the function of tokens, positions and the arrays of all caches: logits, and the new arrays."""
     _, rows, layers = layout
@@ -318,15 +325,12 @@ def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _F
         positions, rest = _Positions(rows, state), iter(arrays)
         caches: list[Any] = []
         for layer, (kind, form) in zip(layers, forms, strict=True):
-            if layer is None or isinstance(form, int):
-                cache: Any = list(islice(rest, form))
-                if kind is not RecurrentCache:  # of mlx_lm's models
-                    cells, cache = cache, kind(form)
-                    cache.end_step(cells)
-                caches.append(cache)
-                continue
-            buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
-            caches.append(_LAYER_STEPS[kind](positions, layer, buffers))
+            if isinstance(form, int):
+                own = list(islice(rest, form))
+                caches.append(own if kind is RecurrentCache else _recurrent_state(kind, own))
+            elif layer is not None:
+                buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
+                caches.append(_LAYER_STEPS[kind](positions, layer, buffers))
         if isinstance(model, Decoder):
             logits = model.decode(tokens[:, 0], caches)
         else:

@@ -32,6 +32,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(h, self.kv_heads * d, bias=bias)
         self.v_proj = Linear(h, self.kv_heads * d, bias=bias)
         self.o_proj = Linear(self.heads * d, h, bias=out_bias)
+        if config.attn_output_gate:
+            self.gate_proj = Linear(h, self.heads * d, bias=bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
@@ -49,7 +51,8 @@ class Attention(nn.Module):
 
     def fuse(self) -> None:
         """Fuse the projections of the same input, for `decode`."""
-        self._project = FusedLinear.updated(self._project, self.q_proj, self.k_proj, self.v_proj)
+        gate = (self.gate_proj,) if "gate_proj" in self else ()
+        self._project = FusedLinear.updated(self._project, self.q_proj, self.k_proj, self.v_proj, *gate)
         self._project_out = FusedLinear.updated(self._project_out, self.o_proj)
 
     def unfuse(self) -> None:
@@ -67,12 +70,15 @@ class Attention(nn.Module):
             `[B, hidden]`.
         """
         angles = None if self.rope is None else cache.angles(self.rope, x.dtype)
-        queries, keys, values = self.split_and_rotate(self._project(x), angles)
+        projected, gate = self._project(x), None
+        if "gate_proj" in self:
+            projected, gate = mx.split(projected, [(self.heads + 2 * self.kv_heads) * self.head_dim], axis=-1)
+        queries, keys, values = self.split_and_rotate(projected, angles)
         keys, values = cache.update_and_fetch(keys, values)
         out = masked_attention(
             queries, keys, values, self.scale, cache, window=self.window, softcap=self.softcap, slopes=self._slopes
         )
-        return self._project_out(out.reshape(x.shape[0], self.heads * self.head_dim))
+        return self._project_out(_gated(out.reshape(x.shape[0], self.heads * self.head_dim), gate))
 
     def split_and_rotate(self, projected: mx.array, angles: Any) -> tuple[mx.array, mx.array, mx.array]:
         """Return the queries, keys and values of one position per row, normalized and rotated.
@@ -132,4 +138,9 @@ class Attention(nn.Module):
             window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segment_ids=segment_ids,
             training=self.training,
         )  # fmt: skip
-        return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+        gate = self.gate_proj(x) if "gate_proj" in self else None
+        return self.o_proj(_gated(out.swapaxes(1, 2).reshape(B, T, -1), gate))
+
+
+def _gated(out: mx.array, gate: mx.array | None) -> mx.array:
+    return out if gate is None else out * mx.sigmoid(gate)

@@ -13,6 +13,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.model.feed_forward import FeedForward
+from mlxlm.model.gated_delta import GatedDeltaNet
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.model.short_conv import ShortConv
 
@@ -161,5 +162,9 @@ def checkpointed_layer(
 
 
 # By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
-MIXERS = {"attention": ("self_attn", Attention), "short_conv": ("conv", ShortConv)}
+MIXERS = {
+    "attention": ("self_attn", Attention),
+    "short_conv": ("conv", ShortConv),
+    "gated_delta": ("linear_attn", GatedDeltaNet),
+}
 MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}

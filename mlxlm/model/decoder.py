@@ -264,10 +264,14 @@ class Decoder(nn.Module):
         weights = []
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
-            if weight.ndim == 1:
+            if name.endswith("linear_attn.A_log"):  # decays of a head by up to exp(-16·softplus(1)), as in Qwen3-Next
+                value = mx.log(mx.random.uniform(0.01, 16, weight.shape, key=key))
+            elif name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
+                value = mx.ones_like(weight)
+            elif weight.ndim == 1:
                 from_zero = name.endswith("bias") or self.config.norm_unit_offset
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
-            elif weight.ndim == 2 and name.endswith(".conv.weight"):
+            elif weight.ndim == 2 and name.endswith((".conv.weight", ".conv1d.weight")):
                 bound = weight.shape[1] ** -0.5  # PyTorch's for a convolution of this many taps
                 value = mx.random.uniform(-bound, bound, weight.shape, key=key)
             else:

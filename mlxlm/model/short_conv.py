@@ -51,7 +51,9 @@ class CausalConv1d(nn.Module):
         else:
             B, T, channels = x.shape
             zeros = mx.zeros((B, channels), x.dtype)
-            padded = mx.concatenate([mx.stack([zeros if e is None else e for e in earlier], axis=1), x], axis=1) if n else x
+            padded = (
+                mx.concatenate([mx.stack([zeros if e is None else e for e in earlier], axis=1), x], axis=1) if n else x
+            )
             inputs = [padded[:, i : i + T] for i in range(n + 1)]
             if segment_ids is not None:
                 ids = mx.pad(segment_ids, [(0, 0), (n, 0)], constant_values=-1)

@@ -44,7 +44,9 @@ def scale_groups(config: ModelConfig, mixer: str = "attention") -> list[ScaleGro
         groups += [ScaleGroup(norms.attention_input, attention), ScaleGroup(norms.mlp_input, feed_forward)]
     elif norms.attention_input:
         groups.append(ScaleGroup(norms.attention_input, attention + feed_forward))
-    if mixer == "attention" and config.num_key_value_heads == config.num_attention_heads:  # else several heads share a value channel
+    if (
+        mixer == "attention" and config.num_key_value_heads == config.num_attention_heads
+    ):  # else several heads share a value channel
         groups.append(ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",)))
     if config.mlp_gated or config.hidden_act == "relu":  # what is linear in `up`; relu(x / s) = relu(x) / s
         groups.append(ScaleGroup("mlp.up_proj", ("mlp.down_proj",)))

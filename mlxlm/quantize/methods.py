@@ -186,7 +186,9 @@ class _LayerQuantizer:
         formats = {m.removeprefix(prefix): fmt for m, fmt in self._plan.formats.items() if m.startswith(prefix)}
         results: dict[str, mx.array] = {}
         if isinstance(self._checkpoint, Checkpoint):
-            dtype = next(t.dtype for n, t in self._checkpoint.tensors.items() if n.startswith(prefix) and len(t.shape) == 2)
+            dtype = next(
+                t.dtype for n, t in self._checkpoint.tensors.items() if n.startswith(prefix) and len(t.shape) == 2
+            )
             moments = {layer: stats for layer, stats in inputs.items() if isinstance(stats, InputStats)}
             scaled, changed = self._method.change_block(block, self._checkpoint.config, moments, formats, dtype)
             inputs = {**inputs, **scaled}

@@ -18,12 +18,14 @@ from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_o
 from mlxlm.checkpoint.locations import QUANTIZATION_PLOT, QUANTIZATION_REPORT
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
+from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.conversion import check_folder_name, folder_name
 from mlxlm.convert.cross_check import cross_check, cross_check_length, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
 from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
+from mlxlm.families import weight_mappings
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
 from mlxlm.quantize.methods import Job, QuantizedTensors, check_method, quantize_tensors
@@ -169,9 +171,13 @@ def _write(
     """Write the model's files, and the checksum of each tensor to `checksums`; returns warnings."""
     tensors: LazyTensors = with_read_progress(quantized.tensors, partial(progress, "writing"))
     if checksums is not None:
+        config = source.checkpoint.config
+        mappings = weight_mappings(config, for_mlx=True) if isinstance(config, ModelConfig) else []
+        offsets = {f"{m.modules[0]}.weight": m.offset for m in mappings if m.offset}
 
         def record(name: str, value: mx.array) -> mx.array:
-            checksums[name] = checksum(value)
+            offset = offsets.get(name)  # the sum is what the file has, and what is read from it is rounded
+            checksums[name] = checksum(value if offset is None else (value + offset) - offset)
             return value
 
         tensors = {name: tensor.transform(partial(record, name)) for name, tensor in tensors.items()}

@@ -14,6 +14,10 @@ SIZES = {
     "vocab_size": 100,
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+LINEAR = {
+    "layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -78,7 +82,11 @@ def test_all_problems_are_reported_at_once():
             "norm_unit_offset is true, but the norm layer has no such offset",
         ),
         ({"layer_types": ("full_attention",)}, "layer_types has 1 entries, one for each of 2 layers"),
-        ({"layer_types": ("linear_attention",) * 2}, "layer_types must be a list of full_attention, sliding"),
+        ({"layer_types": ("chunked_attention",) * 2}, "layer_types must be a list of full_attention, sliding"),
+        ({"layer_types": ("conv", "linear_attention")}, "layer_types has no layer with attention"),
+        (LINEAR | {"linear_num_key_heads": None}, "linear_num_key_heads is None, layers with linear_attention need"),
+        (LINEAR | {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),
+        (LINEAR | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ({"layer_types": ("sliding_attention",) * 2}, "but sliding_window is null"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "an object with rope_type linear, dynamic"),
         ({"rope_scaling": 8}, "rope_scaling is 8"),

@@ -60,7 +60,9 @@ CACHES = {
 def make(**changes):
     model = Decoder(ModelConfig(**{**SIZES, **changes}))
     model.init_weights(0)
-    for layer in (layer for layer in model.layers if layer.mixer_type == "attention"):  # larger queries and keys than fresh ones: who is seen must matter
+    for layer in (
+        layer for layer in model.layers if layer.mixer_type == "attention"
+    ):  # larger queries and keys than fresh ones: who is seen must matter
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 3
         layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 3
         if layer.self_attn.qk_norm:  # fresh weights are all ones

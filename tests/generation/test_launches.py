@@ -59,6 +59,25 @@ def test_launches_of_a_decoding_step(name):
     assert (two - one, 2 * one - two) == (layer, rest), counts[1] - counts[0]
 
 
+LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "sizes", "expected"), [("conv", {}, 8), ("linear_attention", LINEAR, 21)])
+def test_launches_of_a_recurrent_layer(kind, sizes, expected):
+    one, two = (
+        decode_launches(
+            ModelConfig(
+                **LLAMA, **sizes, num_hidden_layers=1 + n, intermediate_size=512, vocab_size=512,
+                layer_types=("full_attention", *[kind] * n),
+            )
+        )
+        for n in (1, 2)
+    )  # fmt: skip
+    assert two.total() - one.total() == expected, two - one
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_launches_of_a_draw(name):
     options, budget = SAMPLERS[name]

@@ -84,7 +84,12 @@ def test_rounding_equals_mlx_lm(kind, mixtures, tmp_path):
 
 def test_bits_are_searched_for_a_size(mixtures, tmp_path, texts):
     report = quantize(
-        mixtures("deepseek_v3"), tmp_path / "out", target_bpw=5.6, group_size=32, calibration_text=texts[0], evaluate=False
+        mixtures("deepseek_v3"),
+        tmp_path / "out",
+        target_bpw=5.6,
+        group_size=32,
+        calibration_text=texts[0],
+        evaluate=False,
     )
     assert 5.2 < report.bits_per_weight <= 5.6
     assert len(set(report.bits.values())) > 2
@@ -92,12 +97,12 @@ def test_bits_are_searched_for_a_size(mixtures, tmp_path, texts):
 
 
 def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, texts):
-    report = quantize(mixtures("qwen3_next"), tmp_path / "out", max_size=170_000, calibration_text=texts[0])
-    assert {report.bits[f"model.layers.{i}.mlp.gate"] for i in range(2)} == {8} and report.bytes <= 170_000
+    report = quantize(mixtures("gpt_oss"), tmp_path / "out", max_size=170_000, calibration_text=texts[0])
+    assert {report.bits[f"model.layers.{i}.mlp.router"] for i in range(2)} == {8} and report.bytes <= 170_000
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
@@ -187,7 +192,7 @@ def test_methods_that_are_not_possible(mixtures, tmp_path, texts, monkeypatch):
         quantize(source, tmp_path / "out", eval_text=texts[1])
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_next"])
 def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     """Every method but AWQ; mlx_lm reads the results as mlxlm does."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}

@@ -1,0 +1,219 @@
+"""The gated delta rule (Yang et al. 2025, "Gated Delta Networks"): linear attention whose state forgets and corrects.
+
+The state of a head, `[D_k, D_v]`, decays with each token, and what it says of the token's key is corrected:
+S ← g·S + β·kᵀ(v - k·g·S). The token's output is q·S.
+"""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from typing import Any
+
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.config import ModelConfig
+from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.norms import RMSNorm
+from mlxlm.model.short_conv import CausalConv1d
+
+_CHUNK = 64  # tokens whose updates are computed at once
+_NORM_EPS = 1e-6  # of the norms of queries and keys
+
+
+@mx.custom_function
+def inverse(lower: mx.array) -> mx.array:
+    """Invert I + `lower`, of strictly lower triangular matrices `[..., C, C]`; C is a power of two.
+
+    The inverses of the diagonal blocks of size 1, 2, 4, ... are combined in pairs: the block below two of them, B, is
+    -Y·B·X in the inverse. As exact as forward substitution, with products instead of C dependent steps.
+    """
+    size = lower.shape[-1]
+    result = mx.broadcast_to(mx.eye(size, dtype=lower.dtype), lower.shape)
+    for mask in _pair_masks(size):
+        result = result - result @ mx.where(mask, lower, 0) @ result
+    return result
+
+
+@inverse.vjp
+def _inverse_vjp(_primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    transposed = output.swapaxes(-1, -2)
+    return -(transposed @ cotangent @ transposed)
+
+
+@cached
+def _pair_masks(size: int) -> list[mx.array]:
+    """For each block size below `size`, the blocks below the diagonal that join two blocks of this size."""
+    index = mx.arange(size)
+    rows, columns = index[:, None], index[None]
+    masks = []
+    while size > 1:
+        size //= 2
+        masks.append((rows // (2 * size) == columns // (2 * size)) & (rows // size > columns // size))
+    masks.reverse()
+    mx.eval(masks)
+    return masks
+
+
+def gated_delta_rule(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    segment_ids: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Apply the gated delta rule to T tokens, chunk by chunk, in float32.
+
+    Within a chunk, the corrections of its tokens are the solution of a triangular system (section 3.3 of the paper).
+
+    Args:
+        queries: `[B, H, T, D_k]`, normalized and scaled.
+        keys: `[B, H, T, D_k]`, normalized.
+        values: `[B, H, T, D_v]`.
+        log_decay: log g, `[B, H, T]`, at most 0.
+        beta: `[B, H, T]`, from 0 to 1.
+        state: `[B, H, D_k, D_v]` before the first token; None: zeros.
+        segment_ids: int `[B, T]`, ascending: the state is zeros before each document.
+
+    Returns:
+        The outputs `[B, H, T, D_v]`, and the state after the last token.
+    """
+    B, H, T, K = keys.shape
+    size = 1
+    while size < min(T, _CHUNK):
+        size *= 2
+    pad = -T % size
+
+    def chunks(x: mx.array) -> mx.array:
+        """`[B, H, N, C, ...]`; tokens without keys follow the last one."""
+        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 3))
+        return x.reshape(B, H, -1, size, *x.shape[3:])
+
+    queries, keys, values, log_decay, beta = map(chunks, (queries, keys, values, log_decay, beta))
+    total = mx.cumsum(log_decay, axis=-1)
+    last = total[..., -1:]
+    index = mx.arange(size)
+    visible = index[:, None] >= index
+    from_start, to_end, through = mx.exp(total), mx.exp(last - total), mx.exp(last)
+    if segment_ids is not None:
+        ids = mx.pad(segment_ids, [(0, 0), (0, pad)], mode="edge").reshape(B, 1, -1, size)
+        before = mx.concatenate([ids[:, :, :1, :1], ids[:, :, :-1, -1:]], axis=2)
+        visible = visible & (ids[..., None] == ids[..., None, :])
+        from_start = mx.where(ids == before, from_start, 0)
+        to_end = mx.where(ids == ids[..., -1:], to_end, 0)
+        through = mx.where(ids[..., -1:] == before, through, 0)
+    decay = mx.exp(mx.where(visible, total[..., None] - total[..., None, :], -mx.inf))
+    weighted = keys * beta[..., None]
+    solve = inverse(mx.where(index[:, None] > index, weighted @ keys.swapaxes(-1, -2) * decay, 0))
+    updates = solve @ (values * beta[..., None])
+    corrections = solve @ (weighted * from_start[..., None])
+    scores = queries @ keys.swapaxes(-1, -2) * decay
+    queries, keys = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
+    if state is None:
+        state = mx.zeros((B, H, K, values.shape[-1]))
+    outputs = []
+    for n in range(keys.shape[2]):
+        new = updates[:, :, n] - corrections[:, :, n] @ state
+        outputs.append(queries[:, :, n] @ state + scores[:, :, n] @ new)
+        state = state * through[:, :, n, :, None] + keys[:, :, n] @ new
+    return mx.concatenate(outputs, axis=2)[:, :, :T], state
+
+
+def gated_delta_step(
+    query: mx.array, key: mx.array, value: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Apply the gated delta rule to one token; see `gated_delta_rule` for the arguments, here without T."""
+    decayed = state * mx.exp(log_decay)[..., None, None]
+    change = (value - (key[..., None, :] @ decayed).squeeze(-2)) * beta[..., None]
+    state = decayed + key[..., None] * change[..., None, :]
+    return (query[..., None, :] @ state).squeeze(-2), state
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule with a convolution before it, and a gated norm after it (Qwen3-Next).
+
+    Args:
+        config: The model's configuration.
+        layer: Index of the layer.
+
+    Attributes:
+        state_size: Number of arrays in its cache: those of the convolution, and the state of the rule.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        hidden = config.hidden_size
+        self.heads: int = config.linear_num_value_heads  # type: ignore[assignment]
+        self.key_heads: int = config.linear_num_key_heads  # type: ignore[assignment]
+        self.key_dim: int = config.linear_key_head_dim  # type: ignore[assignment]
+        self.value_dim: int = config.linear_value_head_dim  # type: ignore[assignment]
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        sizes = (keys, keys, values, values, self.heads, self.heads)
+        for name, size in zip("qkvzba", sizes, strict=True):
+            self[f"in_proj_{name}"] = Linear(hidden, size, bias=False)
+        self.conv1d = CausalConv1d(2 * keys + values, config.linear_conv_kernel_dim)
+        self.state_size = self.conv1d.history + 1
+        mixed = 2 * keys + values  # what is convolved; z, b and a follow
+        self._ends = [mixed, mixed + values, mixed + values + self.heads]
+        self.dt_bias, self.A_log = mx.ones((self.heads,)), mx.zeros((self.heads,))
+        self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(values, hidden, bias=False)
+        self._project: Any = None  # FusedLinear, see `fuse`
+        self._project_out: Any = None
+
+    @property
+    def _projections(self) -> list[Linear]:
+        return [self[f"in_proj_{name}"] for name in "qkvzba"]
+
+    def fuse(self) -> None:
+        """Fuse the projections of the same input, for decoding steps."""
+        self._project = FusedLinear.updated(self._project, *self._projections)
+        self._project_out = FusedLinear.updated(self._project_out, self.out_proj)
+
+    def unfuse(self) -> None:
+        """Forget the fused projections."""
+        self._project = self._project_out = None
+
+    def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
+        """Apply the layer.
+
+        Args:
+            x: `[B, T, hidden]`, or `[B, hidden]` in a decoding step, after `fuse`.
+            cache: The layer's `RecurrentCache`.
+            segment_ids: int `[B, T]`, the document of each position in packed rows. Not with a cache.
+
+        Returns:
+            The same shape as `x`.
+        """
+        is_step = x.ndim == 2
+        if is_step:
+            mixed, gate, b, a = mx.split(self._project(x), self._ends, axis=-1)
+        else:
+            *qkv, gate, b, a = (project(x) for project in self._projections)
+            mixed = mx.concatenate(qkv, axis=-1)
+            if cache is not None and (visible := cache.begin_update(*x.shape[:2])) is not None:
+                mixed = mx.where(visible[..., None], mixed, 0)  # then the keys of padding are 0, too
+        mixed = nn.silu(self.conv1d(mixed, cache, segment_ids)).astype(mx.float32)
+        queries_keys, values = mx.split(mixed, [2 * self.key_heads * self.key_dim], axis=-1)
+        queries, keys = mx.split(self._normalized(queries_keys), 2, axis=-2)
+        queries = queries * self.key_dim**-0.5
+        values = values.reshape(*values.shape[:-1], self.heads, self.value_dim)
+        beta = mx.sigmoid(b.astype(mx.float32))
+        log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a.astype(mx.float32) + self.dt_bias)
+        state = None if cache is None else cache[self.state_size - 1]
+        if is_step:
+            out, state = gated_delta_step(queries, keys, values, log_decay, beta, state)
+        else:
+            q, k, v, g, w = (y.swapaxes(1, 2) for y in (queries, keys, values, log_decay, beta))
+            out, state = gated_delta_rule(q, k, v, g, w, state, segment_ids)
+            out = out.swapaxes(1, 2)
+        if cache is not None:
+            cache[self.state_size - 1] = state
+        out = self.norm(out).reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
+        return (self._project_out if is_step else self.out_proj)(out.astype(x.dtype))
+
+    def _normalized(self, x: mx.array) -> mx.array:
+        """Divide the queries and keys of each head by their norm: `[..., 2 · H, D_k]`, those of a key head repeated."""
+        x = x.reshape(*x.shape[:-1], 2 * self.key_heads, self.key_dim)
+        x = mx.fast.rms_norm(x, None, _NORM_EPS / self.key_dim) * self.key_dim**-0.5
+        return x if self.heads == self.key_heads else mx.repeat(x, self.heads // self.key_heads, axis=-2)
