@@ -284,6 +284,15 @@ struct DecodeRows {
     slope = M_LOG2E_F * simd_shuffle(given, ushort(lane % SLOTS));
   }
 
+  // Begins the softmax of each row with its sink, a score without a value, which the row's first lane gives. One of the
+  // SIMD groups that share the row's keys has it.
+  METAL_FUNC void begin_with_sinks(float given, int split) thread {
+    if (key_group == 0 && split == 0) {
+      top = max(LOWEST, M_LOG2E_F * simd_shuffle(given, ushort(lane % SLOTS)));
+      total = speaks() ? 1.0f : 0.0f;
+    }
+  }
+
   // Loads every query element once per threadgroup. `scratch` holds SCRATCH floats.
   METAL_FUNC void load_queries(
       const device T* from,

@@ -2,15 +2,16 @@
 //
 // Inputs (any strides; neighboring keys and values less than 2^24 elements apart), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], keys and values [B, H_kv, S, D], H = GROUPED * H_kv
-//   scale, cap: 0-d float32; window: 0-d int32, at most 2^30; slopes [H] float32 (ALiBi)
+//   scale, cap: 0-d float32; window: 0-d int32, at most 2^30; slopes [H] float32 (ALiBi); sinks [H], any type
 //   range [B, 2] int32: the first key of each batch entry, and the one after its last; the queries are the last before it
-//   cap, window, slopes and range are read only with SOFTCAP, WINDOW, SLOPES and RANGE; without RANGE it is 0 and S
+//   cap, window, slopes, sinks and range are read only with SOFTCAP, WINDOW, SLOPES, SINKS and RANGE; without RANGE it is
+//   0 and S
 // Output `out`:
 //   without SPLIT, T [B, H, QUERIES, D];
 //   with SPLIT, float32 [B, H, QUERIES, splits, D + 2]: the unnormalized sum, the maximum score (base 2) and the sum of
 //   exp2(score - maximum) of each part of the keys, for attention_decode_combine
 // Template: T; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, the groups of rows and keys in a threadgroup; TILE, the
-//   keys in threadgroup memory at a time (0 with one row group); SPLIT; WINDOW; SOFTCAP; SLOPES; RANGE
+//   keys in threadgroup memory at a time (0 with one row group); SPLIT; WINDOW; SOFTCAP; SLOPES; SINKS; RANGE
 // Grid: (32 * ROW_GROUPS * KEY_GROUPS, B * H_kv, splits); threadgroup: the same with 1, 1
 //
 // Query t of QUERIES has position S - QUERIES + t and sees the keys up to there, with WINDOW the last `window`.
@@ -39,6 +40,10 @@ rows.begin(
     splits);
 if (SLOPES) {
   rows.share_slopes(rows.speaks() ? slopes[(head * GROUPED + rows.row() / QUERIES) * slopes_strides[0]] : 0.0f);
+}
+if (SINKS) {
+  const int query_head = head * GROUPED + rows.row() / QUERIES;
+  rows.begin_with_sinks(rows.speaks() ? float(sinks[query_head * sinks_strides[0]]) : 0.0f, split);
 }
 rows.load_queries(
     queries + batch * queries_strides[0] + head * GROUPED * queries_strides[1],

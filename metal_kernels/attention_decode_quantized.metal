@@ -6,7 +6,7 @@
 //   key_scales, key_biases, value_scales, value_biases: T [B, H_kv, S, D / GROUP]; value = scale * code + bias
 //   (these six may have more than B batch entries, since MLX passes arrays of fewer than 8 elements in the constant
 //   address space, which this kernel doesn't support)
-//   scale, cap, window, slopes, range and the output as in attention_decode
+//   scale, cap, window, slopes, sinks, range and the output as in attention_decode
 // Template: as in attention_decode, and GROUP (32 or 64, a divisor of D), BITS (4 or 8)
 // Grid, threadgroup and method: as in attention_decode
 
@@ -32,6 +32,10 @@ rows.begin(
     splits);
 if (SLOPES) {
   rows.share_slopes(rows.speaks() ? slopes[(head * GROUPED + rows.row() / QUERIES) * slopes_strides[0]] : 0.0f);
+}
+if (SINKS) {
+  const int query_head = head * GROUPED + rows.row() / QUERIES;
+  rows.begin_with_sinks(rows.speaks() ? float(sinks[query_head * sinks_strides[0]]) : 0.0f, split);
 }
 rows.load_queries(
     queries + batch * queries_strides[0] + head * GROUPED * queries_strides[1],

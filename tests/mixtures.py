@@ -27,7 +27,6 @@ KINDS = {
         **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
-    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }  # fmt: skip
 
 NATIVE = {  # run by mlxlm's decoder
@@ -50,6 +49,7 @@ NATIVE = {  # run by mlxlm's decoder
         "full_attention_interval": 2,
     },
     "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 
 

@@ -78,6 +78,8 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     q, k, v = (linear(x, weights, f"{name}.{p}_proj") for p in "qkv")
     if c.qk_norm == "projection":
         q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
+    if c.clip_qkv:
+        q, k, v = (np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
     q, k, v = (y.reshape(B, T, -1, D).transpose(0, 2, 1, 3) for y in (q, k, v))
     if c.qk_norm == "head":
         q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
@@ -96,7 +98,8 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
             if c.positions == "alibi":
                 scores = scores - slopes(H)[h] * (scale if c.alibi_scaled else 1) * back
             e = np.exp(np.where(seen & (segment_ids[b][None] == segment_ids[b][:, None]), scores, -np.inf))
-            out[b, h] = e / e.sum(-1, keepdims=True) @ v[b, group]
+            sink = np.exp(weights[f"{name}.sinks"][h]) if c.attention_sinks else 0
+            out[b, h] = e / (e.sum(-1, keepdims=True) + sink) @ v[b, group]
     out = out.transpose(0, 2, 1, 3).reshape(B, T, H * D)
     if c.attn_output_gate:
         out = out * activation(linear(x, weights, f"{name}.gate_proj"), "sigmoid")
@@ -157,7 +160,10 @@ def activation(x, name):
 
 def feed_forward(x, weights, name, c):
     inner = linear(x, weights, f"{name}.up_proj")
-    if c.mlp_gated:
+    if c.swiglu_limit:
+        gate = np.minimum(linear(x, weights, f"{name}.gate_proj"), c.swiglu_limit)
+        inner = (np.clip(inner, -c.swiglu_limit, c.swiglu_limit) + 1) * gate / (1 + np.exp(-c.swiglu_alpha * gate))
+    elif c.mlp_gated:
         inner = activation(linear(x, weights, f"{name}.gate_proj"), c.hidden_act) * inner
     else:
         inner = activation(inner, c.hidden_act)
@@ -219,6 +225,7 @@ def decoder(weights, c, tokens, segment_ids=None):
     logits = (
         x @ weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T / c.logits_scaling
     )
+    logits = logits + weights.get("lm_head.bias", 0)
     cap = c.final_logit_softcapping
     return cap * np.tanh(logits / cap) if cap else logits
 
@@ -248,6 +255,8 @@ def architectures(draw):
     placement = draw(st.sampled_from(["pre", "pre", "post", "output", "both"]))
     parallel, rms = placement == "pre" and draw(flags), draw(flags)
     positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
+    swiglu_limit = draw(st.none() | st.just(0.1))
+    tied = draw(flags)
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
     kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv", "linear_attention"]
@@ -275,10 +284,13 @@ def architectures(draw):
         rope_theta=draw(st.sampled_from([100.0, 10_000.0])),
         attention_bias=draw(flags),
         mlp_bias=draw(flags),
-        tie_word_embeddings=draw(flags),
+        tie_word_embeddings=tied,
+        head_bias=not tied and draw(flags),
         norm="rms" if rms else draw(st.sampled_from(["layer", "layer_no_bias", "layer_no_weight"])),
         norm_unit_offset=rms and draw(flags),
-        hidden_act=draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid"])),
+        hidden_act="silu"
+        if swiglu_limit
+        else draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid"])),
         norm_placement=placement,
         parallel_residual=parallel,
         shared_norm=parallel and draw(flags),
@@ -300,7 +312,11 @@ def architectures(draw):
         rope_local_base_freq=draw(st.none() | st.just(50.0)) if rope and window else None,
         residual_multiplier=draw(st.sampled_from([1.0, 0.6])),
         logits_scaling=draw(st.sampled_from([1.0, 3.0])),
-        mlp_gated=draw(flags),
+        attention_sinks=draw(flags),
+        clip_qkv=draw(st.none() | st.just(0.5)),
+        mlp_gated=bool(swiglu_limit) or draw(flags),
+        swiglu_limit=swiglu_limit,
+        swiglu_alpha=draw(st.sampled_from([1.702, 1.2])) if swiglu_limit else 1.702,
         embedding_norm=draw(flags),
         embedding_multiplier=draw(st.sampled_from([1.0, 4.0])),
     )

@@ -38,7 +38,7 @@ def _visible(T, S, window, segment_ids=None):
     return visible & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
 
 
-def _probabilities(q, k, scale, window, softcap=None, slopes=None, segment_ids=None):
+def _probabilities(q, k, scale, window, softcap=None, slopes=None, segment_ids=None, sinks=None):
     """Probabilities and log-sum-exp of grouped heads; a row that sees nothing has 0 and -inf."""
     H, T, S = q.shape[1], q.shape[2], k.shape[2]
     scores = scale * q @ np.repeat(k, H // k.shape[1], axis=1).swapaxes(-1, -2)
@@ -51,14 +51,16 @@ def _probabilities(q, k, scale, window, softcap=None, slopes=None, segment_ids=N
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     e = np.exp(scores - np.where(np.isfinite(top), top, 0))
     total = e.sum(-1, keepdims=True)
+    if sinks is not None:  # a score that has no key
+        total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - top)
     with np.errstate(divide="ignore"):
         lse = np.log(total) + np.where(np.isfinite(top), top, 0)
     return e / np.where(total > 0, total, 1), lse[..., 0]
 
 
-def attention(q, k, v, scale, window=None, softcap=None, slopes=None, segment_ids=None):
+def attention(q, k, v, scale, window=None, softcap=None, slopes=None, segment_ids=None, sinks=None):
     """(output, log-sum-exp): `[B, H, T, D]` and `[B, H, T]`."""
-    probs, lse = _probabilities(q, k, scale, window, softcap, slopes, segment_ids)
+    probs, lse = _probabilities(q, k, scale, window, softcap, slopes, segment_ids, sinks)
     return probs @ np.repeat(v, q.shape[1] // v.shape[1], axis=1), lse
 
 

@@ -181,9 +181,7 @@ def download_config(id: str) -> Path:
     return folder / "config.json"
 
 
-def upload(
-    files: Mapping[str, Path], defaults: Mapping[str, bytes], id: str, *, private: bool, replaced: str
-) -> str:
+def upload(files: Mapping[str, Path], defaults: Mapping[str, bytes], id: str, *, private: bool, replaced: str) -> str:
     """Upload files in one commit, to a new repository or to an existing one.
 
     Args:

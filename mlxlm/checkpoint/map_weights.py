@@ -34,14 +34,15 @@ def to_decoder_weights(
             stacked, expert = of_expert[module]
             stacks.setdefault((stacked, parameter), {})[expert] = tensor
             continue
-        mapping = by_name.get(module)
+        mapping = by_name.get(name) or by_name.get(module)
         if mapping is None:
-            result[by_name[name].modules[0] if name in by_name else name] = tensor
+            result[name] = tensor
             continue
-        whole = _transpose(tensor, mapping, parameter)
+        names = mapping.modules if mapping.name == name else [f"{part}.{parameter}" for part in mapping.modules]
+        whole = _transpose(tensor, mapping, names[0])
         if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
-            shape = (whole.shape[0], whole.shape[1] * whole.shape[2])
-            whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
+            matrix = (whole.shape[0], whole.shape[1] * whole.shape[2])
+            whole = whole.transform(partial(mx.reshape, shape=matrix), shape=matrix)
         if mapping.offset:
             whole = whole.transform(partial(_add, number=-mapping.offset))
         if mapping.interleaved:
@@ -49,17 +50,19 @@ def to_decoder_weights(
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
                 raise CheckpointError(f"{source}: {name} {problem}")
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(-1, 2)))
-        if len(mapping.modules) == 1:
-            result[f"{mapping.modules[0]}.{parameter}"] = whole
+        if len(names) == 1:
+            result[names[0]] = whole
             continue
-        if not whole.shape or whole.shape[0] != sum(mapping.rows):
+        axis = mapping.row_axis
+        if len(whole.shape) <= axis or whole.shape[axis] != sum(mapping.rows):
             raise CheckpointError(
                 f"{source}: {name} is {list(tensor.shape)}, config.json says {sum(mapping.rows)} rows"
                 f" ({', '.join(m.rpartition('.')[2] for m in mapping.modules)})"
             )
-        for i, (part, rows) in enumerate(zip(mapping.modules, mapping.rows, strict=True)):
-            read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[0]
-            result[f"{part}.{parameter}"] = replace(whole, shape=(rows, *whole.shape[1:]), nbytes=nbytes, read=read)
+        for i, (part, rows) in enumerate(zip(names, mapping.rows, strict=True)):
+            read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[axis]
+            shape = (*whole.shape[:axis], rows, *whole.shape[axis + 1 :])
+            result[part] = replace(whole, shape=shape, nbytes=nbytes, read=read)
     for (stacked, parameter), parts in stacks.items():
         names = [f"{name}.{parameter}" for name in stacked.expert_names()]
         result[f"{stacked.modules[0]}.{parameter}"] = _stack(names, parts, source)
@@ -72,11 +75,12 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
-        mapping = by_module.get(module)
-        if mapping is None or name in by_module:
-            result[by_module[name].name if name in by_module else name] = tensor
+        mapping = by_module.get(name) or by_module.get(module)
+        if mapping is None:
+            result[name] = tensor
             continue
-        target = f"{mapping.name}.{parameter}"
+        suffix = "" if name in mapping.modules else f".{parameter}"
+        target = mapping.name + suffix
         if mapping.experts:
             cache: dict[str, list[mx.array | None]] = {}  # until all experts are read
             for expert, expert_name in enumerate(mapping.expert_names()):
@@ -86,7 +90,7 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
             continue
         if target in result:
             continue
-        parts = [tensors[f"{module}.{parameter}"] for module in mapping.modules]
+        parts = [tensors[part + suffix] for part in mapping.modules]
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
@@ -95,7 +99,7 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
             whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
         if mapping.offset:
             whole = whole.transform(partial(_add, number=mapping.offset))
-        result[target] = _transpose(whole, mapping, parameter)
+        result[target] = _transpose(whole, mapping, name)
     return result
 
 
@@ -103,10 +107,13 @@ def _add(value: mx.array, number: float) -> mx.array:
     return value + number
 
 
-def _transpose(tensor: LazyTensor, mapping: WeightMapping, parameter: str) -> LazyTensor:
-    if not mapping.transposed or parameter != "weight" or len(tensor.shape) != 2:
+def _transpose(tensor: LazyTensor, mapping: WeightMapping, name: str) -> LazyTensor:
+    """Transpose an unquantized weight of the decoder, `name`, or of the file."""
+    is_matrix = name.endswith(".weight") and len(tensor.shape) == 2 + mapping.stacked
+    if not (mapping.transposed and is_matrix and mx.issubdtype(tensor.dtype, mx.floating)):
         return tensor
-    return tensor.transform(mx.transpose, shape=tensor.shape[::-1])
+    *experts, rows, columns = tensor.shape
+    return tensor.transform(lambda value: value.swapaxes(-1, -2), shape=(*experts, columns, rows))
 
 
 def _part_reader(
@@ -144,24 +151,26 @@ def _stack(names: Sequence[str], parts: Mapping[int, LazyTensor], source: str) -
 def _split(whole: mx.array, mapping: WeightMapping) -> list[mx.array | None]:
     if mapping.experts:
         return list(whole)
-    tail = whole.shape[1:]
-    grouped = whole.reshape(mapping.groups, -1, *tail)
+    axis = mapping.row_axis
+    experts, tail = whole.shape[:axis], whole.shape[axis + 1 :]
+    grouped = whole.reshape(*experts, mapping.groups, -1, *tail)
     ends, end = [], 0
     for rows in mapping.rows[:-1]:
         end += rows // mapping.groups
         ends.append(end)
-    return [part.reshape(-1, *tail) for part in mx.split(grouped, ends, axis=1)]
+    return [part.reshape(*experts, -1, *tail) for part in mx.split(grouped, ends, axis=axis + 1)]
 
 
 def _fuse(parts: Sequence[LazyTensor], mapping: WeightMapping) -> LazyTensor:
-    tail = parts[0].shape[1:]
+    axis = mapping.row_axis
+    experts, tail = parts[0].shape[:axis], parts[0].shape[axis + 1 :]
 
     def read() -> mx.array:
-        grouped = [part.read().reshape(mapping.groups, -1, *tail) for part in parts]
-        return mx.concatenate(grouped, axis=1).reshape(-1, *tail)
+        grouped = [part.read().reshape(*experts, mapping.groups, -1, *tail) for part in parts]
+        return mx.concatenate(grouped, axis=axis + 1).reshape(*experts, -1, *tail)
 
-    rows = sum(part.shape[0] for part in parts)
-    return replace(parts[0], shape=(rows, *tail), nbytes=sum(part.nbytes for part in parts), read=read)
+    rows = sum(part.shape[axis] for part in parts)
+    return replace(parts[0], shape=(*experts, rows, *tail), nbytes=sum(part.nbytes for part in parts), read=read)
 
 
 def _reorder(value: mx.array, mapping: WeightMapping, pairs: tuple[int, int]) -> mx.array:

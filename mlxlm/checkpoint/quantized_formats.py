@@ -1,11 +1,12 @@
-"""Weights that other programs quantized: GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes.
+"""Weights that other programs quantized: GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes and MXFP4.
 
 Integers with a scale and a zero point for each group of neighboring inputs become MLX's affine format, repacked when
 they are read: `(code - zero point) * scale` is `code * scale + bias`. Every other matrix is dequantized when it is
-read, in float32. The names and layouts of the parts are those of the program that wrote them, `quant_method` in
-config.json: `gptq` (https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout
-GEMM), `compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers),
-and `bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
+read, in float32. MXFP4, in which OpenAI publishes the experts of GPT-OSS, is a format of MLX. The names and layouts
+of the parts are those of the program that wrote them, `quant_method` in config.json: `gptq`
+(https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout GEMM),
+`compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers), and
+`bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,8 @@ def read_quantized(
         CheckpointError: Names the module and the part that is missing, has another shape or dtype, or has a layout that
             isn't supported.
     """
+    if settings["quant_method"] == "mxfp4":
+        return _read_mxfp4(tensors, source)
     parts: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
         if match := _PART.fullmatch(name):
@@ -88,6 +92,28 @@ def read_quantized(
         elif values is not None:
             result[f"{name}.weight"] = values.dequantized() if isinstance(values, Integers) else values
     return result, quantization_settings(formats) if formats else None
+
+
+def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
+    """MXFP4: stacks of matrices as `NAME_blocks`, two values in a byte, the first in its lower half, and `NAME_scales`.
+
+    MLX has the same bits in words. The weights are named NAME; `families.gpt_oss` lists what is called so.
+    """
+    result, format = dict(tensors), Format.of("mxfp4")
+    names = [name for name in tensors if name.endswith("_blocks")]
+    for name in names:
+        blocks, stem = result.pop(name), name.removesuffix("_blocks")
+        scales = result.get(f"{stem}_scales")
+        if len(blocks.shape) != 4 or blocks.shape[-1] * 2 != format.group_size or blocks.dtype != mx.uint8:
+            raise CheckpointError(
+                f"{source}: {name} is {list(blocks.shape)}, it must be [experts, out, groups, 16] bytes"
+            )
+        if scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != mx.uint8:
+            raise CheckpointError(f"{source}: {stem}_scales must be {list(blocks.shape[:-1])} bytes, for {name}")
+        *rows, groups, _ = blocks.shape
+        words = blocks.transform(lambda value: value.view(mx.uint32).flatten(-2), (*rows, groups * 4), mx.uint32)
+        result[stem] = replace(words, stored_dtype="MXFP4")
+    return result, format.to_dict() if names else None
 
 
 def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:

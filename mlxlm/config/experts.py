@@ -12,7 +12,7 @@ from mlxlm.utils.errors import short_repr
 Config = Any  # a ModelConfig, whose module imports this one
 
 EXPERT_FIELDS = (
-    "num_experts_per_tok", "moe_intermediate_size", "router", "norm_topk_prob", "n_group", "topk_group",
+    "num_experts_per_tok", "moe_intermediate_size", "router", "router_bias", "norm_topk_prob", "n_group", "topk_group",
     "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_layer_types",
 )  # fmt: skip
 MAX_EXPERTS = 10_000

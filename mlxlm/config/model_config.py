@@ -66,9 +66,11 @@ class ModelConfig:
         linear_conv_kernel_dim: Taps of the convolution before it.
         attn_output_gate: The output of attention is multiplied by a gate (Qwen3-Next).
         qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
+        clip_qkv: Queries, keys and values are clipped to this magnitude, before their positions (OLMo).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
         final_logit_softcapping: Soft cap of the output logits (Gemma 2).
+        attention_sinks: Each head has a sink: one more score in the softmax, without a value (GPT-OSS).
         query_pre_attn_scalar: Scores are divided by its square root. None: by that of head_dim.
         rope_layers: Whether each layer has rotary positions (SmolLM 3). None: all have them.
         rope_local_base_freq: Base of the rotary positions of layers with a sliding window, which then have no scaling
@@ -80,6 +82,7 @@ class ModelConfig:
         moe_intermediate_size: Width of an expert.
         router: Scores of the experts: "softmax" of the router's outputs (Mixtral, Qwen), or "sigmoid", where a bias of
             each expert is added for the choice (GLM 4.5).
+        router_bias: The router's projection has a bias (GPT-OSS).
         norm_topk_prob: The scores of a token's experts are divided by their sum.
         n_group: Number of groups of experts, of which the `topk_group` with the best ones are considered (DeepSeek V3).
         routed_scaling_factor: Factor on the output of the experts.
@@ -87,6 +90,10 @@ class ModelConfig:
         shared_expert_gate: The output of the shared expert is multiplied by a gate (Qwen 2).
         mlp_layer_types: "sparse" for layers with experts, "dense" for others. None: all have experts.
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
+        swiglu_limit: Limit of the gate, and of `up` on both sides, in SwiGLU, which is then gate · sigmoid(swiglu_alpha
+            · gate) · (up + 1) (GPT-OSS). None: plain SwiGLU.
+        swiglu_alpha: See `swiglu_limit`.
+        head_bias: The output matrix has a bias (Phi).
         embedding_multiplier: Factor on the embeddings.
         embedding_norm: Normalize the embeddings (BLOOM).
         quantization: MLX's object, such as `{"bits": 4, "group_size": 64, "mode": "affine"}`, with an object or False
@@ -134,10 +141,12 @@ class ModelConfig:
     linear_conv_kernel_dim: int = 4
     attn_output_gate: bool = False
     qk_norm: str | None = None
+    clip_qkv: float | None = None
     alibi_scaled: bool = False
     attention_out_bias: bool | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
     query_pre_attn_scalar: float | None = None
     rope_layers: tuple[bool, ...] | None = None
     rope_local_base_freq: float | None = None
@@ -147,6 +156,7 @@ class ModelConfig:
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     router: str = "softmax"
+    router_bias: bool = False
     norm_topk_prob: bool = True
     n_group: int = 1
     topk_group: int = 1
@@ -155,6 +165,9 @@ class ModelConfig:
     shared_expert_gate: bool = False
     mlp_layer_types: tuple[str, ...] | None = None
     mlp_gated: bool = True
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    head_bias: bool = False
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
     quantization: Mapping[str, Any] | None = None
@@ -343,6 +356,10 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield "shared_norm is true, but sublayers share a norm only if parallel_residual is true"
     if c.norm_unit_offset and not NORMS[c.norm].unit_offset:
         yield f"norm_unit_offset is true, but the norm {c.norm} has no such offset (rms has)"
+    if c.head_bias and c.tie_word_embeddings:
+        yield "head_bias is true, but the head is the embedding (tie_word_embeddings=false)"
+    if c.swiglu_limit is not None and not (c.mlp_gated and c.hidden_act == "silu"):
+        yield "swiglu_limit is for SwiGLU (mlp_gated=true, hidden_act=silu)"
     if c.layer_types is not None:
         yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
@@ -396,7 +413,7 @@ def count_parameters(c: ModelConfig) -> dict[str, int]:
     positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
     norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
     counts = Counter({"embedding": c.vocab_size * hidden, "positions": positions * hidden})
-    counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=0)
+    counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=c.vocab_size * c.head_bias)
     for sublayer, layers in sublayers(c):
         counts["norms"] += layers * sublayer.norms
         counts["biases"] += layers * sublayer.biases

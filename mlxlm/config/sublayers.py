@@ -91,6 +91,7 @@ def attention(c: Config) -> Sublayer:
             Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
         ),
         activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
+        biases=c.num_attention_heads if c.attention_sinks else 0,
         norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
         score_flops=(2 * queries, 2 * queries),
         kv_values=2 * keys,
@@ -150,7 +151,7 @@ def experts(c: Config) -> Sublayer:
     values = 3 if c.mlp_gated else 2
     return Sublayer(
         matrices=(
-            Matrix("mlp.gate", "router", hidden, c.num_experts, False),
+            Matrix("mlp.gate", "router", hidden, c.num_experts, c.router_bias),
             *_feed_forward(c, "mlp.switch_mlp", inner, c.num_experts, used),
             *(_feed_forward(c, "mlp.shared_expert", shared) if shared else ()),
             *gate,

@@ -305,5 +305,5 @@ def _packed_notes(packed: Checkpoint) -> list[str]:
 
 def _backend_warnings(checks: list[Check]) -> list[str]:
     """Warnings about other programs that can't run the output, or compute something else."""
-    verbs = {"refused": "can't run this output", "differs": "computes something else"}
+    verbs = {"refused": "can't run this output", "differs": "can't run this output as it is"}
     return [f"{check.name} {verbs[check.result]}: {check.detail}" for check in checks if check.result in verbs]

@@ -167,7 +167,8 @@ def _widths(c: ModelConfig) -> str:
 def _architecture(c: ModelConfig) -> dict[str, str]:
     norm = NORMS[c.norm].description
     parallel = ", attention and feed-forward in parallel" if c.parallel_residual else ""
-    biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias}
+    biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias, "head": c.head_bias}
+    limit = "" if c.swiglu_limit is None else f", clamped at {c.swiglu_limit:g}"
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
     multipliers = {"embeddings": c.embedding_multiplier, "residual": c.residual_multiplier}
     multipliers["logits"] = 1 / c.logits_scaling
@@ -182,12 +183,12 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
         "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
         "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
         "linear attention": f"{linear}, in {delta} layers" if delta else "",
-        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
+        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}{limit}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",
         "vocabulary": f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head",
-        "biases": " and ".join(name for name, value in biases.items() if value),
+        "biases": ", ".join(name for name, value in biases.items() if value),
         "window": f"{c.sliding_window} tokens in {windows} of {c.num_hidden_layers} layers" if windows else "",
         "multipliers": ", ".join(f"{name} {value:g}" for name, value in multipliers.items() if value != 1),
         "soft caps": ", ".join(f"{name} at {cap:g}" for name, cap in caps.items() if cap),
@@ -200,8 +201,10 @@ def _attention(c: ModelConfig) -> str:
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
     norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
+    clip = "" if c.clip_qkv is None else f", clipped at {c.clip_qkv:g}"
+    sinks = ", with sinks" if c.attention_sinks else ""
     gate = ", gated" if c.attn_output_gate else ""
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{gate}"
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{clip}{sinks}{gate}"
 
 
 def _positions(c: ModelConfig) -> str:

@@ -66,9 +66,8 @@ def _sum_nll_of_hidden(model: Decoder, hidden: mx.array, targets: mx.array, weig
     """The same for hidden states `[N, hidden_size]`, with targets and weights `[N]`."""
     head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
     if "scales" not in head:
-        return _value(
-            linear_cross_entropy(hidden, model.head_weight, targets, weights, softcap=model.final_logit_softcap)
-        )
+        weight, bias, softcap = model.head_weight, model.head_bias, model.final_logit_softcap
+        return _value(linear_cross_entropy(hidden, weight, targets, weights, bias=bias, softcap=softcap))
     parts = (slice(first, first + _POSITIONS) for first in range(0, len(hidden), _POSITIONS))
     return math.fsum(_value((cross_entropy(model.head(hidden[p]), targets[p]) * weights[p]).sum()) for p in parts)
 

@@ -46,6 +46,10 @@ def same_activation(name: str, other: str) -> bool:
 
 def mlx_lm_mismatch(config: ModelConfig) -> str | None:
     """Describe what mlx_lm computes instead of what is configured; None if it computes the same."""
+    if config.clip_qkv is not None:
+        return f"its {config.model_type} doesn't clip queries, keys and values (clip_qkv)"
+    if config.model_type == "gpt_oss":
+        return _gpt_oss_mismatch(config)
     if config.model_type == "glm" and config.partial_rotary_factor != 1:
         return f"its glm rotates whole heads, this model {config.partial_rotary_factor:g} of them"
     types = config.layer_types or ()
@@ -57,3 +61,13 @@ def mlx_lm_mismatch(config: ModelConfig) -> str | None:
     if computed is None or same_activation(config.hidden_act, computed):
         return None
     return f"its {config.model_type} computes {computed}, this model uses {config.hidden_act}"
+
+
+def _gpt_oss_mismatch(config: ModelConfig) -> str | None:
+    if config.quantization is None:
+        return "its gpt_oss only reads quantized experts"
+    if (config.rope_scaling or {}).get("truncate", True) is False:
+        return "its gpt_oss rounds the bounds of YaRN, this model doesn't (truncate is false)"
+    if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
+        return "its gpt_oss has swiglu_limit 7 and swiglu_alpha 1.702, this model others"
+    return None

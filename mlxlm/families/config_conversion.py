@@ -42,7 +42,7 @@ _SAME_MODELS = {
     "qwen3_vl_text": "qwen3",
 }
 # Values of `quant_method` that `mlxlm.checkpoint` reads.
-SUPPORTED_QUANT_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+SUPPORTED_QUANT_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
 _QUANTIZATION_FIELDS = ("group_size", "bits", "mode")  # every other key of `quantization` is a module
 
 
@@ -292,12 +292,12 @@ def resolve_model_type(config: ModelConfig) -> ModelConfig:
 def compatibility_warning(config: ModelConfig) -> str | None:
     """What to know before opening a configuration's files with other tools.
 
-    Only mlxlm can open them (and why), or mlx_lm computes something else. None if there is nothing to know.
+    Only mlxlm can open them (and why), or mlx_lm can't run it as it is. None if there is nothing to know.
     """
     config = resolve_model_type(config)
     if config.model_type != MLXLM_MODEL_TYPE:
         mismatch = mlx_lm_mismatch(config)
-        return mismatch and f"mlx_lm opens this model but computes something else: {mismatch}"
+        return mismatch and f"mlx_lm can't run this model as it is: {mismatch}"
     unrepresentable: dict[str, list[str]] = {}
     for model_type in FAMILIES:
         if model_type != MLXLM_MODEL_TYPE:

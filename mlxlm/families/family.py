@@ -34,6 +34,8 @@ class Family:
         layer_modules: The same inside one layer. Several modules of the decoder, separated by spaces, are fused into
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
+        layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
+            are stacks of all experts, `[E, in, out]`, in which the outputs of several modules alternate.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
         interleaved: Fused modules of a layer whose parts are interleaved -> the field with the number of groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
@@ -61,6 +63,7 @@ class Family:
     head: str = "lm_head"
     top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
     layer_modules: Mapping[str, str] = field(default_factory=dict)
+    layer_tensors: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     interleaved: Mapping[str, str] = field(default_factory=dict)
     has_local_rope: bool = False

@@ -16,7 +16,6 @@ from mlxlm.families.family import (
     NUM_EXPERTS,
     Family,
     HFConfig,
-    first_unexpected,
     read_sliding_window_pattern,
     same_names,
     write_sliding_window,
@@ -25,9 +24,8 @@ from mlxlm.families.family import (
 OLMO = Family(
     "olmo",
     "OlmoForCausalLM",
-    COMMON_FIELDS | same_names("num_key_value_heads", "hidden_act", "rope_theta", "attention_bias"),
+    COMMON_FIELDS | same_names("num_key_value_heads", "hidden_act", "rope_theta", "attention_bias", "clip_qkv"),
     fixed_values={"norm": "layer_no_weight"},
-    find_unsupported=lambda values: first_unexpected(values, clip_qkv=None),
 )
 
 OLMO2 = Family(
@@ -58,11 +56,10 @@ OLMOE = Family(
     {
         **LLAMA_FIELDS,
         "num_experts": NUM_EXPERTS,
-        **same_names("attention_bias", "num_experts_per_tok", "norm_topk_prob"),
+        **same_names("attention_bias", "clip_qkv", "num_experts_per_tok", "norm_topk_prob"),
     },
     defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
     fixed_values={"qk_norm": "projection"},
     read_extra=lambda values: {"moe_intermediate_size": values.get("intermediate_size")},
-    find_unsupported=lambda values: first_unexpected(values, clip_qkv=None),
     layer_modules=EXPERTS,
 )

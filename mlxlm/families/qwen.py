@@ -154,7 +154,8 @@ def _read_qwen3_next(values: HFConfig) -> dict[str, Any]:
 def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
     """mlx_lm reads the interval instead of the types."""
     types = list(config.layer_types or (FULL,) * config.num_hidden_layers)
-    return {"layer_types": types, "full_attention_interval": types.index(FULL) + 1, **_write_dense_layers(config)}
+    interval = types.index(FULL) + 1 if FULL in types else len(types)
+    return {"layer_types": types, "full_attention_interval": interval, **_write_dense_layers(config)}
 
 
 _LINEAR_FIELDS = same_names(

@@ -14,6 +14,7 @@ from mlxlm.families.gemma import GEMMA, GEMMA2, GEMMA3
 from mlxlm.families.glm import GLM, GLM4, GLM4_MOE
 from mlxlm.families.gpt2 import GPT2
 from mlxlm.families.gpt_neox import GPT_NEOX
+from mlxlm.families.gpt_oss import GPT_OSS
 from mlxlm.families.granite import GRANITE
 from mlxlm.families.lfm2 import LFM2, LFM2_MOE
 from mlxlm.families.llama import LLAMA
@@ -22,6 +23,7 @@ from mlxlm.families.mixtral import MIXTRAL
 from mlxlm.families.mlxlm import MLXLM
 from mlxlm.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from mlxlm.families.opt import OPT
+from mlxlm.families.phi import PHI
 from mlxlm.families.phi3 import PHI3
 from mlxlm.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from mlxlm.families.seed_oss import SEED_OSS
@@ -34,7 +36,7 @@ from mlxlm.utils.errors import ConfigError
 _ORDER = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
-    MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, LFM2, LFM2_MOE, QWEN3_NEXT,
+    MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI, LFM2, LFM2_MOE, QWEN3_NEXT,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

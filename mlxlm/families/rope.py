@@ -30,14 +30,19 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),
     **dict.fromkeys(("lfm2", "lfm2_moe", "mixtral", "phimoe"), {_THETA: 1e6}),
     "smollm3": {_THETA: 2e6},
+    "gpt_oss": {_THETA: 1.5e5},
 }
-_DEFAULT_SCALINGS = {
+_DEFAULT_SCALINGS: dict[Any, dict[str, Any]] = {
     "cwm": {
         "rope_type": "llama3", _THETA: 1e6, "factor": 16.0, _ORIGINAL_LENGTH: 8192, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
-    }
+    },
+    "gpt_oss": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        _ORIGINAL_LENGTH: 4096,
+    },
 }  # fmt: skip
-_SCALED_BY_DEFAULT = ("apertus", "gpt_oss", "ministral3", "mistral4")
+_SCALED_BY_DEFAULT = ("apertus", "ministral3", "mistral4")
 # Models whose layer types have their own settings: the field of each base in older files, and its default.
 _LAYER_TYPE_BASES: dict[Any, dict[str, tuple[str, float]]] = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text"), {FULL: (_THETA, 1e6), SLIDING: ("rope_local_base_freq", 1e4)}),
@@ -163,9 +168,9 @@ def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
 def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, Any]:
     """The inverse of `read_rope`, in both the old and the new form."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
-    parameters = {**scaling, _THETA: config.rope_theta}
     if config.partial_rotary_factor != 1:
-        parameters[_PARTIAL] = config.partial_rotary_factor
+        scaling[_PARTIAL] = config.partial_rotary_factor
+    parameters = {**scaling, _THETA: config.rope_theta}
     if has_local_rope:
         local_base = config.rope_local_base_freq or config.rope_theta
         local = {"rope_type": "default", _THETA: local_base}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from mlxlm.config import ModelConfig
 from mlxlm.families.family import Family, same_names
@@ -16,7 +17,7 @@ class WeightMapping:
     """One module of a file and the modules of the decoder whose rows it contains; or one parameter.
 
     Attributes:
-        name: Module in the file, without ".weight" or ".bias"; or the whole name of a parameter.
+        name: Module in the file, without ".weight" or ".bias"; or a whole tensor, as those in `modules` then are, too.
         modules: Modules of the decoder; more than one are fused.
         rows: Output rows of each fused module.
         groups: 1 if fused modules follow each other. With G groups, each module is cut into G equal parts, and the
@@ -31,6 +32,7 @@ class WeightMapping:
         channel_axis: Axis of size 1 that a convolution's weight, `[channels, taps]` in the decoder, has in the file: 1
             as in PyTorch, 2 as in MLX. 0: no convolution.
         offset: The weight in the file is that of the decoder plus this.
+        stacked: The first axis is that of the experts, the second one that of the rows.
     """
 
     name: str
@@ -43,6 +45,12 @@ class WeightMapping:
     experts: int = 0
     channel_axis: int = 0
     offset: float = 0.0
+    stacked: bool = False
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of the rows."""
+        return int(self.stacked)
 
     def expert_names(self) -> list[str]:
         """The modules of all experts."""
@@ -96,6 +104,11 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
+    for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
+        tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
+        rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
+        full_name = f"{family.prefix}{family.layers}.{i}.{name}"
+        mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
     return mappings
 
 

@@ -354,6 +354,7 @@ def _is_supported(model: Decoder, caches: Sequence[KVCache | RecurrentCache]) ->
             (key_bits, key_group), (value_bits, value_group) = forms
             quantization = {"group_size": key_group or value_group, "key_bits": key_bits, "value_bits": value_bits}
         options = {"window": attention.window, "softcap": attention.softcap, "slopes": attention._slopes}
+        options["sinks"] = attention.get("sinks")
         features = tuple(name for name, value in options.items() if value is not None)
         queries = attention.head_dim, attention.heads, cache.buffers[0].dtype
         if not prepare_masked_attention(queries, attention.kv_heads, features, **quantization):

@@ -5,7 +5,7 @@ kernels, and blockwise computation with linear memory. On MLX's CPU backend, who
 softmax and activations use a vectorised `exp` instead.
 """
 
-from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu, with_fused_gradients
+from mlxlm.kernels.activations import clamped_swiglu, gelu, gelu_tanh, swiglu, with_fused_gradients
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
@@ -20,6 +20,7 @@ __all__ = [
     "RoPE",
     "add_rms_norm",
     "attention",
+    "clamped_swiglu",
     "cross_entropy",
     "gelu",
     "gelu_tanh",

@@ -1,4 +1,4 @@
-"""Activations: SwiGLU, and GELU in its two forms.
+"""Activations: SwiGLU, plain and clamped, and GELU in its two forms.
 
 MLX's CPU backend evaluates exp, erf and tanh one element at a time. With a vectorised exp, 1.5M elements of GELU take
 19 ms instead of 135 (tanh), and 43 instead of 121 (erf).
@@ -26,6 +26,19 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Compute silu(gate) · up elementwise, of the same shape and dtype (Shazeer 2020, "GLU Variants")."""
     vectorised = ON_CPU and gate.size > _FEW and gate.dtype == mx.float32
     return _swiglu_cpu(gate, up) if vectorised else _swiglu_fused(gate, up)
+
+
+@cache
+def clamped_swiglu(alpha: float, limit: float) -> Callable[..., mx.array]:
+    """Return the function of gate and up: gate · sigmoid(alpha · gate) · (up + 1), clamped (OpenAI 2025, "gpt-oss").
+
+    The gate is at most `limit`, and `up` between `-limit` and `limit`.
+    """
+
+    def activation(gate: mx.array, up: mx.array) -> mx.array:
+        return swiglu(alpha * mx.minimum(gate, limit), (mx.clip(up, -limit, limit) + 1) / alpha)
+
+    return activation
 
 
 def gelu(x: mx.array) -> mx.array:

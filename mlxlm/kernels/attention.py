@@ -32,6 +32,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    sinks: mx.array | None = None,
     first: mx.array | None = None,
     segment_ids: mx.array | None = None,
     training: bool = False,
@@ -47,6 +48,7 @@ def attention(
         softcap: Soft cap c: scores become c·tanh(score / c) (Gemma Team 2024, "Gemma 2").
         slopes: `[H]`, ALiBi (Press et al. 2021): adds slope · (key position - query position) to the scores. Has no
             gradient.
+        sinks: `[H]`, attention sinks: exp(sink) is added to the sum of exp(scores) that divides the weights of a query.
         first: int32 `[B]`, left padding: the index of the first key of each batch entry; queries see no key before
             it. Queries before it return finite values without meaning.
         segment_ids: int32 `[B, T]`, T = S, non-decreasing: the text of each position (sequence packing). A query
@@ -57,7 +59,10 @@ def attention(
         `[B, H, T, D]`.
     """
     (_, H, T, D), (_, K, S, _) = queries.shape, keys.shape
-    given = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segment_ids": segment_ids}
+    given = {
+        "window": window, "softcap": softcap, "slopes": slopes, "sinks": sinks, "first": first,
+        "segment_ids": segment_ids,
+    }  # fmt: skip
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     decoding, form = T <= MAX_DECODE_QUERIES, quantization(keys, values)
     operation = TRAINING if training else DECODE if decoding else PREFILL
@@ -90,7 +95,7 @@ def attention_case(
         K: Number of key heads.
         T: Number of queries.
         S: Number of keys.
-        features: Optional arguments in use: "window", "softcap", "slopes", "first", "segment_ids".
+        features: Optional arguments in use: "window", "softcap", "slopes", "sinks", "first", "segment_ids".
         window: Sliding window. Only used for training.
         form: Of quantized keys and values: group_size, key_bits, value_bits.
     """
@@ -128,7 +133,8 @@ def _unsupported_reason(path: str, case: Case) -> str | None:
     decoding = case.operation == DECODE.name
     unsupported: tuple[str, ...] = ()
     if path == "mlx":
-        unsupported = ("softcap", "slopes")
+        # MLX has no gradient of sinks
+        unsupported = ("softcap", "slopes", "sinks") if case.operation == TRAINING.name else ("softcap", "slopes")
     elif path == "metal":
         unsupported = ("first", "segment_ids") if decoding else ("softcap", "slopes", "first")
     if missing := [name for name in case.features if name in unsupported]:
@@ -174,7 +180,8 @@ def _preferred_decode_paths(case: Case) -> tuple[tuple[str, ...], str]:
 
 
 def _preferred_prefill_paths(case: Case) -> tuple[tuple[str, ...], str]:
-    if ON_CPU and case.size("T") >= LINEAR_MEMORY_FROM:  # MLX fuses nothing on the CPU: 2.7 GB instead of 0.3 for 4096²
+    # MLX fuses nothing on the CPU: 2.7 GB instead of 0.3 for 4096²
+    if ON_CPU and (case.size("T") >= LINEAR_MEMORY_FROM or "sinks" in case.features):
         return ("blockwise", "mlx"), "memory linear in the length"
     if ON_CPU or case.size("D") in _FUSED_PREFILL_DIMS:
         return ("mlx", "metal", "blockwise"), "MLX's own"
@@ -210,6 +217,7 @@ def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
     window = case.size("window") if "window" in case.names else S // 2
     features = {"window": window, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
+    features["sinks"] = mx.random.normal((H,), key=seeds[0])
     features["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
     features["segment_ids"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
     options = {name: value for name, value in features.items() if name in (*case.features, *case.names)}

@@ -14,6 +14,7 @@ from functools import cache
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mask import causal_mask, relative_positions
+from mlxlm.kernels.sinks import add_sinks
 
 # Bytes of one block's scores in float32; MLX has up to 20 such arrays in memory at once. On a GPU, larger blocks are
 # better: they make a smaller graph to dispatch, and the scores don't fit in a cache either way.
@@ -33,6 +34,7 @@ def blockwise_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    sinks: mx.array | None = None,
     first: mx.array | None = None,
     segment_ids: mx.array | None = None,
 ) -> mx.array:
@@ -50,8 +52,9 @@ def blockwise_attention(
     slopes = None if slopes is None else slopes.reshape(kv_heads, -1)
     optional = {"slopes": slopes, "first": first, "segment_ids": segment_ids}
     optional = {name: x for name, x in optional.items() if x is not None}
-    out, _ = _function(scale, window, softcap, tuple(optional))(rows, keys, values, *optional.values())
-    return out.reshape(B, H, T, D)
+    out, lse = _function(scale, window, softcap, tuple(optional))(rows, keys, values, *optional.values())
+    out = out.reshape(B, H, T, D)
+    return out if sinks is None else add_sinks(out, lse.reshape(B, H, T), sinks)
 
 
 def block_rows(T: int, S: int, heads: int, window: int | None, block_bytes: int | None = None) -> int:
@@ -87,7 +90,7 @@ def _function(
     ) -> tuple[mx.array, ...]:
         queries, keys, values, *others = primals
         scores = _Scores(queries, keys, scale, window, softcap, **dict(zip(names, others, strict=True)))
-        gradients = _backward(scores, values, outputs[0], outputs[1], cotangents[0])
+        gradients = _backward(scores, values, outputs, cotangents)
         return (*gradients, *(mx.zeros_like(x) for x in others))
 
     return attend
@@ -174,12 +177,12 @@ def _forward(scores: _Scores, values: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _backward(
-    scores: _Scores, values: mx.array, out: mx.array, statistics: mx.array, cotangent: mx.array
+    scores: _Scores, values: mx.array, outputs: list[mx.array], cotangents: list[mx.array]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return the gradients of queries, keys and values."""
-    dtype = values.dtype
+    dtype, (out, statistics), (cotangent, statistics_cotangent) = values.dtype, outputs, cotangents
     # The sum over keys of dP·P, computed without P as cotangent · output (Dao et al. 2022, B.4).
-    delta = mx.sum((cotangent * out).astype(mx.float32), axis=-1, keepdims=True)
+    delta = mx.sum((cotangent * out).astype(mx.float32), axis=-1, keepdims=True) - statistics_cotangent
     dq: list[mx.array] = []
     dk, dv = (mx.zeros(values.shape, mx.float32) for _ in range(2))
     for block in scores.blocks():

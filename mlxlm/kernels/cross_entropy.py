@@ -74,6 +74,7 @@ def linear_cross_entropy(
     targets: mx.array,
     weights: mx.array | None = None,
     *,
+    bias: mx.array | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
     training: bool = False,
@@ -88,6 +89,7 @@ def linear_cross_entropy(
         weight: The output projection, `[V, h]` in the same dtype.
         targets: int `[N]`, from 0 to V - 1. The range is not checked.
         weights: Weight of each position (the loss mask), `[N]`. None: all 1.
+        bias: Bias of the output projection, `[V]`.
         softcap: Soft cap c: logits become c·tanh(logit / c).
         chunk: Rows of logits in memory at a time. None chooses for the device.
         training: Whether to compute the gradients along with the loss (Hsu et al. 2024, "Liger Kernel", section 3.2).
@@ -97,6 +99,9 @@ def linear_cross_entropy(
         The loss in nats, a float32 scalar.
     """
     weights = mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
+    if bias is not None:  # as one more input, which is 1; it takes a copy of the weight
+        hidden = mx.concatenate([hidden, mx.ones((len(hidden), 1), hidden.dtype)], axis=1)
+        weight = mx.concatenate([weight, bias[:, None]], axis=1)
     rows = chunk or chunk_rows(weight.shape[0])
     return _function(rows, softcap, training)(hidden, weight, targets, weights)[0]
 

@@ -12,7 +12,7 @@ HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
 MAX_QUERIES = 8
 MAX_ROWS = 64  # queries · heads per key head that fit in the registers of one threadgroup
 
-_OPTIONS = ("scale", "cap", "window", "slopes", "range")
+_OPTIONS = ("scale", "cap", "window", "slopes", "sinks", "range")
 _QUANTIZED = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
 _kernel = partial(MetalKernel, outputs=("out",), contiguous=False, headers=("common.h", "attention_decode.h"))
 _DENSE_KERNEL = _kernel("attention_decode", ("queries", "keys", "values", *_OPTIONS))
@@ -87,7 +87,7 @@ def _splits(visible: int, kv_heads: int, rows: int, head_dim: int, itemsize: int
 
 @cache
 def _unused() -> tuple[mx.array, mx.array]:
-    """Return slopes and ranges that no kernel reads. As data, not operations: see `scalar`."""
+    """Return slopes (or sinks) and ranges that no kernel reads. As data, not operations: see `scalar`."""
     return mx.array([0.0], mx.float32), mx.array([[0, 0]], mx.int32)
 
 
@@ -100,6 +100,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    sinks: mx.array | None = None,
     ranges: mx.array | None = None,
     group_size: int = 0,
     key_bits: int = 0,
@@ -123,6 +124,7 @@ def decode_attention(
         window: Sliding window in tokens.
         softcap: Soft cap of the scores.
         slopes: ALiBi slopes, float32 `[H]`.
+        sinks: Attention sinks, `[H]`.
         ranges: int32 `[B, 2]`: the first key of each batch entry, and the one after its last, which takes the place of
             S. A later window begins later.
         group_size: 32 or 64, a divisor of D, if keys and values are quantized.
@@ -156,6 +158,7 @@ def decode_attention(
         scalar(softcap or 0.0, mx.float32),
         scalar(window, mx.int32),
         no_slopes if slopes is None else slopes,
+        no_slopes if sinks is None else sinks,
         no_ranges if ranges is None else ranges,
     ]
     (out,) = kernel(
@@ -172,6 +175,7 @@ def decode_attention(
             "WINDOW": windowed,
             "SOFTCAP": softcap is not None,
             "SLOPES": slopes is not None,
+            "SINKS": sinks is not None,
             "RANGE": ranges is not None,
             **template,
         },

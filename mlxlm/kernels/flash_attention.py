@@ -12,6 +12,7 @@ from functools import cache, partial
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import MetalKernel, Output, scalar
+from mlxlm.kernels.sinks import add_sinks
 
 MAX_HEAD_DIM = 128
 _FULL_GRID = 160  # threadgroups: four for each of 40 cores, the most of an M1 to M4 Max
@@ -38,6 +39,7 @@ def tiled_attention(
     scale: float,
     *,
     window: int | None = None,
+    sinks: mx.array | None = None,
     segment_ids: mx.array | None = None,
 ) -> mx.array:
     """Compute causal attention with a gradient: query t sees the keys up to S - T + t. Sums are float32.
@@ -50,14 +52,15 @@ def tiled_attention(
         values: As the keys.
         scale: Multiplies the scores.
         window: Sliding window: a query sees only the last `window` keys, including its own.
+        sinks: `[H]`, attention sinks.
         segment_ids: int32 `[B, T]`, T = S, non-decreasing: a query only sees keys of its own text.
 
     Returns:
         `[B, H, T, D]` in the inputs' dtype. A query that sees no key (T > S) gives 0 and has no gradient.
     """
     segments = () if segment_ids is None else (segment_ids,)
-    output, _ = attention_with_lse(float(scale), window)(queries, keys, values, *segments)
-    return output
+    output, lse = attention_with_lse(float(scale), window)(queries, keys, values, *segments)
+    return output if sinks is None else add_sinks(output, lse, sinks)
 
 
 @cache

@@ -14,6 +14,7 @@ from mlxlm.kernels.dispatch import DTYPE_NAMES, choose_path, mode
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mlx_attention import MANY_SCORES
 from mlxlm.kernels.quantized_kv import QuantizedKV, quantization
+from mlxlm.kernels.sinks import add_sinks
 
 
 class VisibleKeys(Protocol):
@@ -39,7 +40,7 @@ def prepare_masked_attention(
     Args:
         queries: Head dim, number of heads and dtype.
         kv_heads: Number of key heads.
-        features: "window", "softcap", "slopes": the arguments in use.
+        features: "window", "softcap", "slopes", "sinks": the arguments in use.
         quantization: group_size, key_bits and value_bits, if keys or values are quantized.
 
     Returns:
@@ -66,6 +67,7 @@ def masked_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Compute softmax(queries · keysᵀ · scale) · values over the visible keys.
 
@@ -78,6 +80,7 @@ def masked_attention(
         window: As in `attention`, like the following options.
         softcap: Scores become softcap · tanh(score / softcap).
         slopes: float32 `[H]`, ALiBi.
+        sinks: `[H]`, attention sinks.
 
     Returns:
         `[B, H, 1, D]`.
@@ -86,7 +89,7 @@ def masked_attention(
     K, S = keys.shape[1:3]
     if ON_CPU and H > K:  # as in `attention`
         keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
-    options = {"window": window, "softcap": softcap, "slopes": slopes}
+    options = {"window": window, "softcap": softcap, "slopes": slopes, "sinks": sinks}
     form = quantization(keys, values)
     features, operation = tuple(name for name, x in options.items() if x is not None), QUANTIZED if form else DECODE
     case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, 1, S, features, **form)
@@ -97,7 +100,8 @@ def masked_attention(
     if operation is DECODE and not many and softcap is None and slopes is None:
         # In each layer, MLX's kernel would copy a mask of several rows that isn't there for each head.
         mask = visible.mask(window, 1 if ON_CPU or B == 1 else H)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        sinks = None if sinks is None else sinks.astype(queries.dtype)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     mask = visible.mask(window)
     shape: tuple[int, ...] = B, K, H // K, D
     if isinstance(keys, mx.array) and isinstance(values, mx.array):
@@ -111,13 +115,18 @@ def masked_attention(
         scores = scores + slopes[:, None, None] * visible.distances
     scores = mx.where(mask, scores, -mx.inf)
     if many:
-        e = exp_nonpositive(scores - mx.max(scores, axis=-1, keepdims=True))
+        maximum = mx.max(scores, axis=-1, keepdims=True)
+        e = exp_nonpositive(scores - maximum)
         probs = mx.where(mask, e, 0)  # its exp(-inf) is 1.6e-38
         total = mx.sum(probs, axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + mx.exp(sinks[:, None, None] - maximum)
     else:
         probs, total = mx.softmax(scores, axis=-1), None
     out = _product(probs.astype(queries.dtype).reshape(*shape[:-1], S), values, transpose=False).reshape(B, H, 1, D)
-    return out if total is None else (out / total).astype(queries.dtype)
+    if total is not None:
+        return (out / total).astype(queries.dtype)
+    return out if sinks is None else add_sinks(out, mx.logsumexp(scores, axis=-1), sinks)
 
 
 def _product(rows: mx.array, side: Any, transpose: bool) -> mx.array:

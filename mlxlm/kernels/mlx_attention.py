@@ -8,6 +8,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.eval_points import eval_point
 from mlxlm.kernels.exp import exp_nonpositive, row_sums
 from mlxlm.kernels.mask import causal_mask, relative_positions
+from mlxlm.kernels.sinks import add_sinks
 
 MANY_SCORES = 1 << 14  # from this many scores per decoded token, `exp_nonpositive` is worth its larger graph
 MIN_ROWS = 64  # minimum number of queries per block on the CPU; smaller matrix products are slow
@@ -20,35 +21,43 @@ def mlx_attention(
     scale: float,
     *,
     window: int | None = None,
+    sinks: mx.array | None = None,
     first: mx.array | None = None,
     segment_ids: mx.array | None = None,
 ) -> mx.array:
     """Compute `mlxlm.kernels.attention` for S >= T without soft cap and ALiBi. Its gradient keeps all probabilities."""
     T, S = queries.shape[2], keys.shape[2]
     on_cpu = ON_CPU and queries.dtype == mx.float32
-    if on_cpu and T > 1:
+    if on_cpu and T > 1 and sinks is None:
         return _attention_cpu(queries, keys, values, scale, window, first, segment_ids)
     mask = "causal" if T > 1 else None
     if window is not None and (skip := max(0, S - T - window + 1)):
         keys, values, S = keys[:, :, skip:], values[:, :, skip:], S - skip
         first = None if first is None else mx.maximum(first - skip, 0)
-    if on_cpu and queries.size // queries.shape[3] * S >= MANY_SCORES:
-        return _decode_cpu(queries, keys, values, scale, first)
+    if on_cpu and T == 1 and queries.size // queries.shape[3] * S >= MANY_SCORES:
+        return _decode_cpu(queries, keys, values, scale, sinks, first)
     if first is not None or segment_ids is not None or (window is not None and T > 1 and window < S):
         segments = None if segment_ids is None else (segment_ids, segment_ids)
         mask = causal_mask(relative_positions(T, S), window, first, segments)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    sinks = None if sinks is None else sinks.astype(queries.dtype)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def _decode_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: float, first: mx.array | None) -> mx.array:
+def _decode_cpu(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None, first: mx.array | None
+) -> mx.array:
     """Attention of one query, without MLX's `exp`, which takes 12 ns per element."""
     B, H, _, D = queries.shape
     rows = (queries * scale).reshape(B, keys.shape[1], -1, D)  # stack the heads of a group
     scores = rows @ keys.swapaxes(-1, -2)
     if first is not None:
         scores = mx.where(causal_mask(relative_positions(1, keys.shape[2]), None, first), scores, -mx.inf)
-    e = exp_nonpositive(scores - mx.max(scores, axis=-1, keepdims=True))
-    return ((e @ values) / mx.sum(e, axis=-1, keepdims=True)).reshape(B, H, 1, D)
+    maximum = mx.max(scores, axis=-1, keepdims=True)
+    e = exp_nonpositive(scores - maximum)
+    total = mx.sum(e, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + mx.exp(sinks.reshape(keys.shape[1], -1, 1) - maximum)
+    return ((e @ values) / total).reshape(B, H, 1, D)
 
 
 def _attention_cpu(
@@ -126,6 +135,7 @@ def mlx_quantized_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    sinks: mx.array | None = None,
     first: mx.array | None = None,
 ) -> mx.array:
     """Compute attention with quantized matrix products, which don't dequantize the whole cache.
@@ -148,5 +158,7 @@ def mlx_quantized_attention(
     distance = relative_positions(T, S)
     if slopes is not None:
         scores = scores + slopes[:, None, None] * distance
-    probs = mx.softmax(mx.where(causal_mask(distance, window, first), scores, -mx.inf), axis=-1).astype(queries.dtype)
-    return product(probs.reshape(B, kv_heads, -1, S), values, value_bits, False).reshape(B, H, T, D)
+    scores = mx.where(causal_mask(distance, window, first), scores, -mx.inf)
+    probs = mx.softmax(scores, axis=-1).astype(queries.dtype)
+    out = product(probs.reshape(B, kv_heads, -1, S), values, value_bits, False).reshape(B, H, T, D)
+    return out if sinks is None else add_sinks(out, mx.logsumexp(scores, axis=-1), sinks)

@@ -34,7 +34,9 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * d, h, bias=out_bias)
         if config.attn_output_gate:
             self.gate_proj = Linear(h, self.heads * d, bias=bias)
-        self.qk_norm = config.qk_norm
+        if config.attention_sinks:
+            self.sinks = mx.zeros(self.heads)
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
             eps, offset = config.rms_norm_eps, config.norm_unit_offset
@@ -76,8 +78,9 @@ class Attention(nn.Module):
         queries, keys, values = self.split_and_rotate(projected, angles)
         keys, values = cache.update_and_fetch(keys, values)
         out = masked_attention(
-            queries, keys, values, self.scale, cache, window=self.window, softcap=self.softcap, slopes=self._slopes
-        )
+            queries, keys, values, self.scale, cache,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"),
+        )  # fmt: skip
         return self._project_out(_gated(out.reshape(x.shape[0], self.heads * self.head_dim), gate))
 
     def split_and_rotate(self, projected: mx.array, angles: Any) -> tuple[mx.array, mx.array, mx.array]:
@@ -94,6 +97,7 @@ class Attention(nn.Module):
         if self.qk_norm == "projection":
             queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
             projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
+        projected = self._clipped(projected)
         norms, eps = None, 0.0
         if self.qk_norm == "head":
             norms, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
@@ -120,13 +124,13 @@ class Attention(nn.Module):
         def split(y: mx.array, heads: int) -> mx.array:
             return y.reshape(B, T, heads, self.head_dim).swapaxes(1, 2)
 
-        queries, keys = self.q_proj(x), self.k_proj(x)
+        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm == "projection":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = split(queries, self.heads), split(keys, self.kv_heads)
+        queries, keys, values = map(self._clipped, (queries, keys, values))
+        queries, keys, values = split(queries, self.heads), split(keys, self.kv_heads), split(values, self.kv_heads)
         if self.qk_norm == "head":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        values = split(self.v_proj(x), self.kv_heads)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
         first = None
@@ -135,11 +139,14 @@ class Attention(nn.Module):
             first = getattr(cache, "first", None)  # mlx_lm's caches don't have it
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segment_ids=segment_ids,
-            training=self.training,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"), first=first,
+            segment_ids=segment_ids, training=self.training,
         )  # fmt: skip
         gate = self.gate_proj(x) if "gate_proj" in self else None
         return self.o_proj(_gated(out.swapaxes(1, 2).reshape(B, T, -1), gate))
+
+    def _clipped(self, x: mx.array) -> mx.array:
+        return x if self.clip is None else mx.clip(x, -self.clip, self.clip)
 
 
 def _gated(out: mx.array, gate: mx.array | None) -> mx.array:

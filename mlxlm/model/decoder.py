@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         self.final_logit_softcap = None if softcap is None else float(softcap)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
 
     def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Compute the logits.
@@ -237,6 +237,11 @@ class Decoder(nn.Module):
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
 
     @property
+    def head_bias(self) -> mx.array | None:
+        """The bias of the output matrix, `[V]`; None if there is none."""
+        return self.lm_head.bias if self.config.head_bias else None
+
+    @property
     def layers(self) -> list[Block]:
         """The layers, as mlx_lm's models have them."""
         return self.model.layers
@@ -268,8 +273,8 @@ class Decoder(nn.Module):
                 value = mx.log(mx.random.uniform(0.01, 16, weight.shape, key=key))
             elif name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
                 value = mx.ones_like(weight)
-            elif weight.ndim == 1:
-                from_zero = name.endswith("bias") or self.config.norm_unit_offset
+            elif weight.ndim == 1 or name.endswith(".bias"):
+                from_zero = name.endswith(("bias", "sinks")) or self.config.norm_unit_offset
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
             elif weight.ndim == 2 and name.endswith((".conv.weight", ".conv1d.weight")):
                 bound = weight.shape[1] ** -0.5  # PyTorch's for a convolution of this many taps

@@ -221,7 +221,7 @@ class Router(Linear):
 
     def __init__(self, config: ModelConfig):
         experts: int = config.num_experts  # type: ignore[assignment]
-        super().__init__(config.hidden_size, experts, bias=False)
+        super().__init__(config.hidden_size, experts, bias=config.router_bias)
         if config.router == "sigmoid":
             self.e_score_correction_bias = mx.zeros(experts)
 

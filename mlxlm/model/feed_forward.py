@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import gelu, gelu_tanh, swiglu, with_fused_gradients
+from mlxlm.kernels import clamped_swiglu, gelu, gelu_tanh, swiglu, with_fused_gradients
 from mlxlm.model.linear import FusedLinear, Linear
 
 ACTIVATIONS = {
@@ -24,6 +24,8 @@ ACTIVATIONS = {
 
 def make_activation(config: ModelConfig) -> Callable[..., mx.array]:
     """The activation: a function of up, or with a gate a function of gate and up, act(gate) · up."""
+    if config.swiglu_limit is not None:
+        return clamped_swiglu(config.swiglu_alpha, config.swiglu_limit)
     activation = ACTIVATIONS[config.hidden_act]
     if not config.mlp_gated:
         return activation

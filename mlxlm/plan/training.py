@@ -133,9 +133,10 @@ def _path_on_this_device(config: ModelConfig, training: Training) -> str:
 def _path_on_other_device(config: ModelConfig, training: Training) -> str:
     """Return what `mlxlm.kernels.attention` prefers on another device, where nothing was measured.
 
-    MLX's attention has neither ALiBi nor soft-capping, and keeps the probabilities except in CUDA's fused gradient.
+    MLX's attention has no gradient with ALiBi, soft-capping or sinks, and keeps the probabilities except in CUDA's
+    fused gradient.
     """
-    if config.positions == "alibi" or config.attn_logit_softcapping is not None:
+    if config.positions == "alibi" or config.attn_logit_softcapping is not None or config.attention_sinks:
         return "blockwise"
     if training.max_seq_length < LINEAR_MEMORY_FROM:
         return "plain"
@@ -145,6 +146,7 @@ def _path_on_other_device(config: ModelConfig, training: Training) -> str:
 def _case(config: ModelConfig, training: Training) -> Case:
     """The case of the layers without a window, if there are any: their attention may need the most memory."""
     used = {"softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
+    used["sinks"] = config.attention_sinks or None
     features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
     sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
     window = None if None in attention_windows(config) else config.sliding_window

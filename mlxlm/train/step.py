@@ -40,7 +40,7 @@ def summed_loss(
     weights = None if weights is None else weights.flatten()
     return linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(), weights,
-        softcap=model.final_logit_softcap, training=True,
+        bias=model.head_bias, softcap=model.final_logit_softcap, training=True,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mlxlm.utils.errors import CheckpointError
 
 
 def numbers(shape, seed=0):
-    return mx.array(np.random.default_rng(seed).integers(0, 2**16, shape).astype(np.uint32))
+    return mx.array(np.random.default_rng(seed).integers(0, 2**16, shape).astype(np.float32))
 
 
 @st.composite

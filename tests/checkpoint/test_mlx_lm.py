@@ -93,8 +93,11 @@ def test_logits_are_those_of_mlx_lm(tmp_path):
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is a GPTQ checkpoint.*try: its unquantized"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is a bitsandbytes checkpoint, which isn't supp"),
         ({"model_type": "opt", "word_embed_proj_dim": 16}, "has no word_embed_proj_dim 16, and mlx_lm has no opt mode"),
-        ({"model_type": "olmo", "clip_qkv": 8.0, "d_model": 32}, "olmo can't be imported: .*try: pip install ai2-olmo"),
         ({"model_type": "minimax"}, "mlx_lm's minimax is MiniMax M2, without the linear attention"),
+        (
+            {"model_type": "olmo", "quantization_config": {"quant_method": "bitnet"}, "d_model": 32},
+            "olmo can't be imported: .*try: pip install ai2-olmo",
+        ),
         ({"model_type": 3}, "model_type is 3, it must be a string"),
         ({"model_type": "gpt_bigcode"}, "config.json lacks n_embd"),
         ({}, "the weights don't match the configuration: .* is missing .and 20 more"),

@@ -321,4 +321,4 @@ def test_programs_do_not_run_on_models_that_they_do_not_support(write_model, tmp
     report = convert(write_model("geglu", hidden_act="gelu"), tmp_path / "geglu-out", cross_check=True)
     assert backends_run == ["transformers"] and results(report)["mlx_lm"] == "differs"
     reason = "its llama computes silu, this model uses gelu"
-    assert report.warnings == [f"mlx_lm computes something else: {reason}"]
+    assert report.warnings == [f"mlx_lm can't run this output as it is: {reason}"]

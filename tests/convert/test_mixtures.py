@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import load_model, load_weights, save_weights
+from mlxlm.checkpoint import load_model, load_weights
 from mlxlm.convert import convert
 from mlxlm.quantize import quantize
 from mlxlm.utils.errors import CheckpointError
@@ -63,26 +63,6 @@ def test_quantized_experts_are_dequantized(tmp_path, tiny_tokenizer):
     assert np.abs(found - wanted).max() < 0.05 * wanted.std()
     with pytest.raises(CheckpointError, match="is already quantized"):
         quantize(tmp_path / "4bit", tmp_path / "again")
-
-
-def test_experts_in_mxfp4_as_openai_publishes_them(tmp_path, tiny_tokenizer):
-    source = write_mixture(tmp_path / "source", "gpt_oss", tiny_tokenizer)
-    weights = load_weights(source)
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        matrices = mx.contiguous(weights.pop(name).swapaxes(-1, -2))  # [experts, out, in]
-        packed, scales = mx.quantize(matrices, group_size=32, bits=4, mode="mxfp4")
-        weights[f"{name}_blocks"] = packed.view(mx.uint8).reshape(*scales.shape, 16)
-        weights[f"{name}_scales"] = scales
-    mx.eval(weights)
-    save_weights(source, weights)
-    change_config(source, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match="is already quantized"):
-        quantize(source, tmp_path / "4bit")
-    report = convert(source, tmp_path / "out", dtype="float32")
-    assert {check.result for check in report.checks} == {"equal"} and report.bits_per_weight == 32
-    assert "quantization" not in json.loads((tmp_path / "out/config.json").read_text())
-    found, wanted = (float32_logits(load_model(folder)[0]) for folder in (tmp_path / "out", source))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.bin"])

@@ -86,6 +86,26 @@ PUBLISHED = {
             "rope_scaling": {"type": "su", "short_factor": [1.05] * 48, "long_factor": [2.5] * 48},
         },
     ),
+    "phi-2": (
+        2_779_683_840,
+        {
+            "model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "vocab_size": 51200, "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu_new", "tie_word_embeddings": False,
+        },
+    ),
+    "gpt-oss-20b": (
+        20_914_757_184,
+        {
+            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000,
+            "max_position_embeddings": 131072, "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
     "gpt2": (
         124_439_808,
         {

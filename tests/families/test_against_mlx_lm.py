@@ -38,9 +38,10 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
-    "gemma3_text",
+    "gemma3_text", "phi",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
 MIXTURES = {
@@ -73,6 +74,7 @@ FAMILIES = {
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
 }
@@ -117,7 +119,8 @@ def mlx_lm_logits(folder):
 
 
 def test_logits_in_mlx_lm(model, tmp_path):
-    write(tmp_path, model.config, dict(tree_flatten(model.parameters())), for_mlx=False)
+    for_mlx = model.config.model_type == "gpt_oss"  # of which it can't read transformers' unquantized experts
+    write(tmp_path, model.config, dict(tree_flatten(model.parameters())), for_mlx)
     np.testing.assert_allclose(mlx_lm_logits(tmp_path), np.array(model(mx.array(TOKENS))), atol=2e-4)
 
 

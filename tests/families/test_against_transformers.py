@@ -115,6 +115,7 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "phi": ("phi", LLAMA),
     "phi3": ("phi3", {**LLAMA, "sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "phi3 longrope, short": ("phi3", {**LLAMA, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
     "phi3 longrope, long": ("phi3", {**LLAMA, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
@@ -133,7 +134,7 @@ CASES = {
     "smollm3": ("smollm3", {**LLAMA, "num_hidden_layers": 4}),
     "gemma3": ("gemma3_text", WINDOWS | {"num_hidden_layers": 6, "rope_parameters": TWO_ROPES}),
     "gemma3 without windows": ("gemma3_text", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
-    "olmo": ("olmo", LLAMA),
+    "olmo": ("olmo", {**LLAMA, "clip_qkv": 0.4}),
     "olmo3": ("olmo3", WINDOWS),
     "olmo3 yarn": ("olmo3", {**WINDOWS, "rope_parameters": {**TWO_ROPES, "full_attention": YARN}}),
     "granite": (
@@ -180,7 +181,7 @@ CASES = {
         "qwen2_moe",
         {**LLAMA, **EXPERTS, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 36},
     ),
-    "olmoe": ("olmoe", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe": ("olmoe", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.4}),
     "glm4_moe": ("glm4_moe", {**LLAMA, **GLM_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True}),
     "glm4_moe, groups": (
         "glm4_moe",
@@ -203,6 +204,20 @@ CASES = {
     "qwen3_next": (
         "qwen3_next",
         {**LLAMA, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 36, "attention_bias": True},
+    ),
+    "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt_oss, other limits": (
+        "gpt_oss",
+        {
+            **LLAMA,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "swiglu_limit": 0.4,
+            "swiglu_alpha": 1.3,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 6}),
@@ -294,7 +309,7 @@ SIZES = {
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
-SIZES["glm4_moe"] = SIZES["stablelm"]
+SIZES["glm4_moe"] = SIZES["phi"] = SIZES["stablelm"]
 SIZES["qwen3_next"] = {**SIZES["stablelm"], "num_hidden_layers": 4}
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
@@ -329,7 +344,9 @@ def test_counts_are_those_of_the_arrays(case):
     arrays = dict(tree_flatten(model.parameters()))
     assert config.parameter_count() == sum(value.size for value in arrays.values())
     tables = ("embed_tokens.weight", "embed_positions.weight")
-    matrices = [value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith(tables)]
+    matrices = [
+        value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith((*tables, ".bias"))
+    ]
     experts = [value.size // len(value) for value in arrays.values() if value.ndim == 3]
     matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0

@@ -280,7 +280,8 @@ def configs(draw):
         "parallel_residual": st.booleans(), "eos_token_id": st.none() | st.integers(0, 9) | st.just([1, 2]),
         "num_experts": st.integers(3, 9), "num_experts_per_tok": st.integers(1, 3), "norm_topk_prob": st.booleans(),
         "moe_intermediate_size": st.integers(1, 99), "routed_scaling_factor": st.floats(0.1, 9),
-        "shared_expert_intermediate_size": st.integers(1, 99),
+        "shared_expert_intermediate_size": st.integers(1, 99), "clip_qkv": st.none() | st.floats(0.1, 9),
+        "swiglu_limit": st.floats(0.1, 9), "swiglu_alpha": st.floats(0.1, 9),
     }  # fmt: skip
     values = {"model_type": family}
     for name, strategy in choices.items():
@@ -382,7 +383,7 @@ def test_no_family_has_an_odd_head_dim():
     ("changes", "message"),
     [
         ({}, None),
-        ({"hidden_act": "gelu"}, "mlx_lm opens .* its llama computes silu, this model uses gelu"),
+        ({"hidden_act": "gelu"}, "mlx_lm can.t run .* its llama computes silu, this model uses gelu"),
         ({"norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}, None),
         (
             {"positions": "none", "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 500},

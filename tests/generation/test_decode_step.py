@@ -34,6 +34,11 @@ MODELS = {
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "norm_unit_offset": True,
         "hidden_act": "gelu_pytorch_tanh", "embedding_multiplier": 8.0, "query_pre_attn_scalar": 24.0,
     },
+    "gpt-oss": {
+        "attention_sinks": True, "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"),
+        "attention_bias": True, "mlp_bias": True, "swiglu_limit": 0.2, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "router_bias": True,
+    },
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "gpt-2": {"positions": "learned", "norm": "layer", "mlp_gated": False, "hidden_act": "gelu_new"},
     "transformer": {"positions": "sinusoidal", "norm": "layer", "norm_placement": "post"},
@@ -65,6 +70,8 @@ def make(**changes):
     ):  # larger queries and keys than fresh ones: who is seen must matter
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 3
         layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 3
+        if "sinks" in layer.self_attn:  # fresh ones are all zeros
+            layer.self_attn.sinks = mx.linspace(-1, 4, layer.self_attn.heads)
         if layer.self_attn.qk_norm:  # fresh weights are all ones
             weight = layer.self_attn.k_norm.weight
             layer.self_attn.k_norm.weight = weight + mx.sin(mx.arange(weight.size))

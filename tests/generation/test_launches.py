@@ -11,6 +11,10 @@ LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
 QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
 QUANTIZED = {"key_bits": 4, "value_bits": 4}
 MIXTURE = {**QWEN3, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+GPT_OSS = {
+    **LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "router_bias": True,
+    "attention_sinks": True, "attention_bias": True, "mlp_bias": True, "swiglu_limit": 7.0,
+}  # fmt: skip
 LAYERS = {  # rows; launches of a layer, and of all that is outside of the layers
     "llama": (LLAMA, {}, 1, 11, 8),
     "llama, quantized cache": (LLAMA, QUANTIZED, 1, 22, 10),
@@ -19,6 +23,8 @@ LAYERS = {  # rows; launches of a layer, and of all that is outside of the layer
     "qwen 3, quantized cache": (QWEN3, QUANTIZED, 1, 18, 10),
     "qwen 3, batch": (QWEN3, {}, 8, 11, 9),
     "qwen 3 with experts": (MIXTURE, {}, 1, 21, 8),
+    "gpt-oss": (GPT_OSS, {}, 1, 27, 8),
+    "gpt-oss, quantized cache": (GPT_OSS, QUANTIZED, 1, 38, 10),
 }
 SAMPLERS = {  # of a token, with a vocabulary of 128k
     "greedy": ({"temperature": 0.0}, 3),

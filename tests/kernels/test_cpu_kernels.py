@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels import (
     attention,
+    clamped_swiglu,
     cross_entropy,
     gelu,
     gelu_tanh,
@@ -58,6 +59,21 @@ def test_swiglu_value_and_gradient():
         close(found, expected, 2e-6)
     far = mx.array([[-1e4, -200.0, 0.0, 200.0, 1e4]])
     close(swiglu(far, mx.ones_like(far)), [[0, 0, 0, 200, 1e4]], 1e-6)
+
+
+@pytest.mark.parametrize("count", [50, 900])
+def test_clamped_swiglu_value_and_gradient(count):
+    gate, up, weight = (random((3, count), seed, 2.0) for seed in (1, 2, 3))
+    ours = with_fused_gradients(clamped_swiglu(1.702, 1.5))
+
+    def plain(gate, up):
+        gate = mx.where(gate > 1.5, 1.5, gate)
+        return gate * mx.sigmoid(1.702 * gate) * (mx.maximum(mx.minimum(up, 1.5), -1.5) + 1)
+
+    close(ours(gate, up), plain(gate, up), 2e-6)
+    gradients = [mx.grad(lambda g, u, f=f: (f(g, u) * weight).sum(), (0, 1))(gate, up) for f in (ours, plain)]
+    for found, expected in zip(*gradients, strict=True):
+        close(found, expected, 5e-6)
 
 
 @pytest.mark.parametrize("ours, plain", [(gelu, nn.gelu), (gelu_tanh, nn.gelu_approx)])
@@ -193,7 +209,7 @@ def test_evaluated_points_are_released():
     assert mx.get_peak_memory() - before < 6 * (4 << 20)
 
 
-pytestmark = pytest.mark.skipif(ON_CPU, reason="on a CPU, these functions have gradients of their own")
+not_on_cpu = pytest.mark.skipif(ON_CPU, reason="on a CPU, these functions have gradients of their own")
 _erf = np.vectorize(math.erf)
 
 
@@ -213,17 +229,24 @@ def gelu_tanh64(x):
     return x * (1 + t) / 2, [(1 + t) / 2 + x / 2 * (1 - t * t) * slope * (1 + 3 * cubic * x * x)]
 
 
-CASES = pytest.mark.parametrize(
-    "function, exact, count", [(swiglu, swiglu64, 2), (gelu, gelu64, 1), (gelu_tanh, gelu_tanh64, 1)]
-)
+def clamped64(gate, up):
+    inside, below = (np.abs(up) < 2.0), gate < 2.0
+    gate, up = np.minimum(gate, 2.0), np.clip(up, -2.0, 2.0)
+    s = 1 / (1 + np.exp(-1.702 * gate))
+    return gate * s * (up + 1), [(up + 1) * (s + 1.702 * gate * s * (1 - s)) * below, gate * s * inside]
+
+
+FUSED = [(swiglu, swiglu64, 2), (gelu, gelu64, 1), (gelu_tanh, gelu_tanh64, 1)]
+CLAMPED = (clamped_swiglu(1.702, 2.0), clamped64, 2)  # MLX fuses no more than 11 operations in a row: two more kernels
 
 
 def normals(count, dtype):
     return [(3 * mx.random.normal((4096,), key=mx.random.key(i))).astype(dtype) for i in range(count)]
 
 
+@not_on_cpu
 @pytest.mark.parametrize("dtype, tolerance", [(mx.bfloat16, 2**-7), (mx.float16, 2**-10)])
-@CASES
+@pytest.mark.parametrize("function, exact, count", [*FUSED, CLAMPED])
 def test_values_and_gradients(function, exact, count, dtype, tolerance):
     *args, cotangent = normals(count + 1, dtype)
     value, derivatives = exact(*map(oracle.as64, args))
@@ -234,7 +257,8 @@ def test_values_and_gradients(function, exact, count, dtype, tolerance):
         assert np.abs(oracle.as64(found) - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@CASES
+@not_on_cpu
+@pytest.mark.parametrize("function, exact, count", FUSED)
 def test_a_training_step_takes_one_kernel_for_the_value_and_for_each_gradient(function, exact, count):
     def value_and_gradients(args, cotangent):
         outputs, gradients = mx.vjp(with_fused_gradients(function), args, [cotangent])

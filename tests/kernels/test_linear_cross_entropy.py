@@ -169,3 +169,22 @@ def test_large_close_logits():
     exact = np.log(1 + np.exp(0.5))
     assert linear_cross_entropy(hidden, weight, targets).item() == pytest.approx(exact, rel=1e-6)
     assert cross_entropy(hidden @ weight.T, targets).item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_bias():
+    """Loss and gradients are those of all logits with the bias."""
+    hidden, weight, targets, weights = map(mx.array, make(30, 8, 40))
+    bias = mx.random.normal((40,), key=mx.random.key(0))
+
+    def chunked(hidden, weight, bias):
+        return linear_cross_entropy(hidden, weight, targets, weights, bias=bias, chunk=7, training=True)
+
+    def whole(hidden, weight, bias):
+        return (cross_entropy(hidden @ weight.T + bias, targets) * weights).sum()
+
+    (found, gradients), (loss, wanted) = (
+        mx.value_and_grad(function, (0, 1, 2))(hidden, weight, bias) for function in (chunked, whole)
+    )
+    assert abs(found - loss) < 1e-3
+    for one, other in zip(gradients, wanted, strict=True):
+        assert mx.allclose(one, other, atol=2e-5)

@@ -36,10 +36,11 @@ class Case:
     window: bool = False
     softcap: bool = False
     slopes: bool = False
+    sinks: bool = False
     splits: bool = False
 
     def __str__(self):
-        options = [o for o in ("window", "softcap", "slopes", "splits") if getattr(self, o)]
+        options = [o for o in ("window", "softcap", "slopes", "sinks", "splits") if getattr(self, o)]
         kind = "q{1}g{0}".format(*self.quantized) if self.quantized else "plain"
         return "-".join([f"D{self.D}", f"G{self.G}", f"T{self.T}", str(self.dtype)[9:], kind, *options])
 
@@ -51,16 +52,16 @@ CASES = [
     Case(64, 4, 1, mx.float16, splits=True),
     Case(64, 1, 8, mx.float32, window=True, softcap=True, slopes=True),
     Case(64, 32, 2, mx.float16, window=True, splits=True),
-    Case(80, 2, 1, mx.float32, slopes=True, splits=True),
+    Case(80, 2, 1, mx.float32, slopes=True, sinks=True, splits=True),
     Case(96, 5, 1, mx.bfloat16, softcap=True),
     Case(112, 6, 3, mx.float32, splits=True),
     Case(128, 8, 1, mx.bfloat16, window=True, splits=True),
-    Case(128, 7, 5, mx.float16, slopes=True),
+    Case(128, 7, 5, mx.float16, slopes=True, sinks=True),
     Case(256, 2, 1, mx.float16, window=True, splits=True),
     Case(256, 8, 8, mx.bfloat16, softcap=True),
     Case(32, 4, 1, mx.float32, (32, 4)),
     Case(64, 1, 2, mx.float16, (64, 8), slopes=True, splits=True),
-    Case(64, 8, 2, mx.float16, (32, 4), window=True),
+    Case(64, 8, 2, mx.float16, (32, 4), window=True, sinks=True),
     Case(96, 5, 1, mx.float32, (32, 4), window=True, softcap=True),
     Case(128, 8, 1, mx.float16, (64, 4), splits=True),
     Case(256, 4, 4, mx.float32, (32, 8)),
@@ -87,6 +88,7 @@ def options(case, heads, window=None):
         "window": window if case.window else None,
         "softcap": 2.5 if case.softcap else None,
         "slopes": mx.linspace(0.5, 0.01, heads) if case.slopes else None,
+        "sinks": mx.linspace(2.0, -3.0, heads).astype(case.dtype) if case.sinks else None,
     }
 
 
@@ -113,6 +115,8 @@ def check(case, q, k, v, scale=None, tolerance=None, **options):
     assert (out.dtype, out.shape) == (q.dtype, q.shape)
     if options.get("slopes") is not None:
         options["slopes"] = as64(options["slopes"])
+    if options.get("sinks") is not None:
+        options["sinks"] = as64(options["sinks"])
     expected, _ = oracle.attention(as64(q), k64, v64, scale, **options)
     assert np.abs(as64(out) - expected).max() <= (tolerance or TOLERANCE[q.dtype]) * np.abs(v64).max()
     return out

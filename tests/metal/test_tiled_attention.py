@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import flash_attention
+from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.flash_attention import attention_with_lse, tiled_attention
 from mlxlm.kernels.metal import MetalKernel
 from mlxlm.kernels.mlx_attention import mlx_attention
@@ -115,6 +116,17 @@ def test_segments_equal_mlx(metal, window):
     options = {"window": window, "segment_ids": segment_ids}
     out, gradients = mx.vjp(lambda *x: tiled_attention(*x, 0.25, **options), [q, k, v], [output_grad])
     expected, wanted = mx.vjp(lambda *x: mlx_attention(*x, 0.25, **options), [q, k, v], [output_grad])
+    for x, y in zip((*out, *gradients), (*expected, *wanted), strict=True):
+        assert mx.abs(x - y).max() < 1e-5
+
+
+def test_sinks_equal_mlx(metal):
+    q, k, v, output_grad, _ = problem(2, 2, 1, 70, 70, 16)
+    arrays = [q, k, v, mx.array([-1.0, 2.0])]
+    (out, gradients), (expected, wanted) = (
+        mx.vjp(lambda q, k, v, sinks, path=path: path(q, k, v, 0.25, sinks=sinks), arrays, [output_grad])
+        for path in (tiled_attention, blockwise_attention)
+    )
     for x, y in zip((*out, *gradients), (*expected, *wanted), strict=True):
         assert mx.abs(x - y).max() < 1e-5
 

@@ -97,12 +97,13 @@ def test_bits_are_searched_for_a_size(mixtures, tmp_path, texts):
 
 
 def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, texts):
-    report = quantize(mixtures("gpt_oss"), tmp_path / "out", max_size=170_000, calibration_text=texts[0])
-    assert {report.bits[f"model.layers.{i}.mlp.router"] for i in range(2)} == {8} and report.bytes <= 170_000
+    report = quantize(mixtures("granitemoe"), tmp_path / "out", max_size=130_000, calibration_text=texts[0])
+    routers = {bits for name, bits in report.bits.items() if name.endswith("router.layer")}
+    assert routers == {8} and report.bytes <= 130_000
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "granitemoe"])
 def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)

@@ -80,6 +80,11 @@ def attention_decode(inputs: Arrays, template: dict[str, Any], outputs: list[Any
     if template["SLOPES"]:
         scores = scores + inputs["slopes"].reshape(-1, 1, 1) * (key_positions - positions)
     weights, top, total = _exponentials(LOG2_E * scores, visible)
+    if template["SINKS"]:
+        sink = LOG2_E * inputs["sinks"].reshape(-1, 1, 1)
+        highest = mx.maximum(top, sink)
+        faded, top = mx.exp((top - highest) / LOG2_E), highest
+        weights, total = weights * faded, total * faded + mx.exp((sink - top) / LOG2_E)
     sums = weights @ _repeat(values, H)
     if not template["SPLIT"]:
         return [mx.where(total == 0, 0.0, sums / mx.maximum(total, 1e-30)).astype(template["T"])]

@@ -71,6 +71,7 @@ CASES = {
     "few keys": (lambda: decode(50), {"attention_decode"}),
     "many keys": (lambda: decode(3000, window=2500), {"attention_decode", "attention_decode_combine"}),
     "soft cap, ALiBi": (lambda: decode(90, softcap=5.0, slopes=mx.array([-0.5, -0.2, 0, -1])), {"attention_decode"}),
+    "sinks": (lambda: decode(3000, sinks=mx.array([2.0, -3, 0, 9])), {"attention_decode", "attention_decode_combine"}),
     "ranges": (lambda: decode(80, window=30, ranges=mx.array([[3, 60], [40, 80]])), {"attention_decode"}),
     "8 bits": (lambda: quantized(100, 8), {"attention_decode_quantized"}),
     "4 bits": (lambda: quantized(4000, 4), {"attention_decode_quantized", "attention_decode_combine"}),

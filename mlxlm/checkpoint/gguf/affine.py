@@ -1,8 +1,9 @@
-"""Quantized matrices of GGUF in MLX's affine format: w = scale · q + bias, with a scale and a bias for 32 weights.
+"""Quantized matrices of GGUF in MLX's formats: w = scale · q + bias, with a scale and a bias for 32 weights, or MXFP4.
 
-A block of Q4_0 to Q8_0 is such a group, one of Q4_K and Q5_K has eight of them, with scales and minima of 6 bits: their
-integers are packed in MLX's order, and every weight is the same number, bit for bit (a zero may have another sign).
-The other types have groups of 16, or values that are not evenly spaced: they are dequantized and rounded to 8 bits.
+A block of Q4_0 to Q8_0 is such a group, one of Q4_K and Q5_K has eight of them, with scales and minima of 6 bits:
+their integers are packed in MLX's order, and every weight is the same number, bit for bit (a zero may have another
+sign). MXFP4 has the same values in another order. The other types have groups of 16, or values that are not evenly
+spaced: they are dequantized and rounded to 8 bits.
 
 Scales and biases are float32. Those of K-quants have 17 bits, and -128 · scale of Q8_0 may be too large for float16.
 Norms of GGUF files are float32, and so are activations: MLX would convert 16-bit scales again for each product.
@@ -10,6 +11,7 @@ Norms of GGUF files are float32, and so are activations: MLX would convert 16-bi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -45,7 +47,7 @@ def packed_tensors(
     result: dict[str, LazyTensor] = {}
     for name, info in infos.items():
         module, _, parameter = name.rpartition(".")
-        if module in modules and parameter == "weight" and len(info.shape) == 2 and info.type.block_size > 1:
+        if module in modules and parameter == "weight" and len(info.shape) > 1 and info.type.block_size > 1:
             result |= _parts(module, info, unread)
         else:
             result[name] = tensors[name]
@@ -65,12 +67,12 @@ def packed_types(tensors: LazyTensors) -> dict[str, str]:
 
 
 def _format(kind: str) -> Format:
-    return Format(EXACT_BITS.get(kind, ROUNDED_BITS), GROUP_SIZE)
+    return Format.of("mxfp4") if kind == "MXFP4" else Format(EXACT_BITS.get(kind, ROUNDED_BITS), GROUP_SIZE)
 
 
 def _parts(module: str, info: TensorInfo, unread: dict[str, mx.array]) -> dict[str, LazyTensor]:
-    rows, width = info.shape
-    words, groups = width * _format(info.type.name).bits // 32, width // GROUP_SIZE
+    *rows, width = info.shape
+    format = _format(info.type.name)
 
     def read(name: str) -> mx.array:
         if name not in unread:
@@ -78,22 +80,28 @@ def _parts(module: str, info: TensorInfo, unread: dict[str, mx.array]) -> dict[s
             unread.update(zip(names, pack(info), strict=True))
         return unread.pop(name)
 
-    names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
-    columns, dtypes = (words, groups, groups), (mx.uint32, mx.float32, mx.float32)
-    return {
-        name: LazyTensor((rows, n), dtype, info.type.name, 4 * rows * n, partial(read, name))
-        for name, n, dtype in zip(names, columns, dtypes, strict=True)
-    }
+    def part(name: str, columns: int, dtype: mx.Dtype) -> LazyTensor:
+        nbytes = math.prod(rows) * columns * dtype.size
+        return LazyTensor((*rows, columns), dtype, info.type.name, nbytes, partial(read, name))
+
+    weight, *factors = names = [f"{module}.{part}" for part in ("weight", "scales", "biases")[: 2 + format.affine]]
+    groups, dtype = width // GROUP_SIZE, mx.float32 if format.affine else mx.uint8
+    return {weight: part(weight, width * format.bits // 32, mx.uint32)} | {n: part(n, groups, dtype) for n in factors}
 
 
-def pack(info: TensorInfo) -> tuple[mx.array, mx.array, mx.array]:
-    """Read a quantized matrix as packed uint32 `[rows, width · bits / 32]`, scales and biases `[rows, width / 32]`."""
-    rows, width = info.shape
-    bits = _format(info.type.name).bits
+def pack(info: TensorInfo) -> tuple[mx.array, ...]:
+    """Read a quantized matrix, or a stack of matrices.
+
+    Returns:
+        Packed uint32 `[..., rows, width · bits / 32]`, scales, and in affine mode biases, `[..., rows, width / 32]`.
+    """
+    *stack, width = info.shape
+    rows, format = math.prod(stack), _format(info.type.name)
+    bits = format.bits
     weight = np.empty((rows, width * bits // 32), np.uint32)
-    scales, biases = np.empty((2, rows, width // GROUP_SIZE), np.float32)
+    scales, biases = np.empty((2, rows, width // GROUP_SIZE), np.float32 if format.affine else np.uint8)
     with mmap_tensor(info) as data:
-        if info.type.name in EXACT_BITS:
+        if info.type.name in EXACT_BITS or not format.affine:
 
             def fill(part: slice) -> None:
                 blocks = data[part].reshape(-1, info.type.type_size)
@@ -109,7 +117,8 @@ def pack(info: TensorInfo) -> tuple[mx.array, mx.array, mx.array]:
             for part, values in dequantized_rows(info, data):
                 parts = mx.quantize(mx.array(values), GROUP_SIZE, bits)
                 weight[part], scales[part], biases[part] = map(np.array, parts)
-    return mx.array(weight), mx.array(scales), mx.array(biases)
+    parts = (weight, scales, biases) if format.affine else (weight, scales)
+    return tuple(mx.array(part.reshape(*stack, -1)) for part in parts)
 
 
 def _unpack(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -117,6 +126,9 @@ def _unpack(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.n
 
     Layouts are those of ggml-common.h: float16 scale, float16 minimum, scales of groups, fifth bits, lower four bits.
     """
+    if kind == "MXFP4":
+        scales, lower = np.hsplit(blocks, [1])
+        return np.concatenate([lower & 0x0F, lower >> 4], axis=1), scales, scales
     bits, count = EXACT_BITS[kind], len(blocks)
     head, rest = np.hsplit(blocks, [2 if kind in _WITHOUT_MINIMUM else 4])
     scales, *minima = np.hsplit(np.ascontiguousarray(head).view(np.float16).astype(np.float32), head.shape[1] // 2)

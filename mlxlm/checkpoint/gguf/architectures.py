@@ -68,7 +68,8 @@ class Architecture:
     Attributes:
         name: The value of `general.architecture`.
         families: Hugging Face's `model_type`s that it runs; the first is the default when reading.
-        layer: Names below `blk.N.` -> modules below `model.layers.N.`, several where one tensor holds their rows.
+        layer: Names below `blk.N.` -> modules below `model.layers.N.`, several where one tensor holds their rows. May
+            be whole tensors on both sides.
         top_modules: Names -> modules outside of the layers.
         extra_layer: Further entries of `layer` that depend on the configuration.
         norm_offset: Norm weights are stored plus one.
@@ -80,6 +81,7 @@ class Architecture:
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
         sliding_window: Reads `attention.sliding_window`.
         rope_types: Values of `rope_type` that it computes.
+        yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.
         read_fields: Further fields of Hugging Face's configuration, from the metadata of a file.
         metadata: Further metadata, from a configuration; keys without the architecture's prefix.
         problems: Further reasons why it can't run a configuration.
@@ -99,6 +101,7 @@ class Architecture:
     ties_head: bool = True
     sliding_window: bool = False
     rope_types: tuple[str, ...] = ROPE_TYPES
+    yarn_truncate: bool = True
     read_fields: Callable[[MetadataReader], dict[str, Any]] = lambda keys: {}
     metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     problems: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
@@ -171,6 +174,8 @@ def _qwen3_moe_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
+    if config.clip_qkv is not None:
+        yield f"clip_qkv is {config.clip_qkv:g}"
     if config.norm_topk_prob:
         yield "norm_topk_prob is True"
     if config.num_key_value_heads != config.num_attention_heads:
@@ -224,7 +229,12 @@ def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
         yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma2 has {scalar}"
     if not all(getattr(config, name) for name in _SOFT_CAPS):
         yield "attn_logit_softcapping and final_logit_softcapping must be set"
-    if [config.window(i) is not None for i in range(layers)] != [i % 2 == 0 for i in range(layers)]:
+    yield from _alternating_problems(config)
+
+
+def _alternating_problems(config: ModelConfig) -> Iterator[str]:
+    layers = range(config.num_hidden_layers)
+    if [config.window(i) is not None for i in layers] != [i % 2 == 0 for i in layers]:
         yield "layer_types must alternate between sliding and full attention"
 
 
@@ -313,6 +323,21 @@ def _granite_metadata(config: ModelConfig) -> dict[str, Any]:
         "residual_scale": float(config.residual_multiplier),
         "embedding_scale": float(config.embedding_multiplier),
     }
+
+
+def _read_gpt_oss(keys: MetadataReader) -> dict[str, Any]:
+    return {
+        **_read_experts(keys),
+        "intermediate_size": keys.count("expert_feed_forward_length"),
+        "sliding_window": keys.count("attention.sliding_window"),
+        "attention_bias": True,
+    }
+
+
+def _gpt_oss_problems(config: ModelConfig) -> Iterator[str]:
+    if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
+        yield f"swiglu_limit is {config.swiglu_limit} and swiglu_alpha {config.swiglu_alpha}, it has 7 and 1.702"
+    yield from _alternating_problems(config)
 
 
 def _smollm3_problems(config: ModelConfig) -> Iterator[str]:
@@ -477,6 +502,34 @@ ARCHITECTURES = {
             read_fields=_read_olmo2,
             metadata=lambda config: _pattern_metadata(config, 4),
             problems=lambda config: _pattern_problems(config, 4),
+        ),
+        Architecture(
+            "gpt-oss",
+            ("gpt_oss",),
+            {
+                "attn_norm": ("input_layernorm",),
+                "post_attention_norm": ("post_attention_layernorm",),
+                **_SEPARATE_QKV,
+                "attn_sinks.weight": ("self_attn.sinks",),
+            },
+            experts=True,
+            biases="all",
+            free_head_dim=True,
+            ties_head=False,
+            sliding_window=True,
+            yarn_truncate=False,
+            read_fields=_read_gpt_oss,
+            metadata=lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
+            problems=_gpt_oss_problems,
+        ),
+        Architecture(
+            "phi2",
+            ("phi",),
+            # files from before 2024 have fused projections
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_SEPARATE_QKV, **_PLAIN_MLP},
+            biases="all",
+            ties_head=False,
+            activations=_GELU,
         ),
         Architecture(
             "phi3",

@@ -118,7 +118,7 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     family = FAMILIES[model_type]
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
     if architecture.fixed_values.get("positions", "rope") == "rope":
-        rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim)
+        rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim, architecture.yarn_truncate)
         values |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}  # for Phi-3
     return {"model_type": model_type, **values, **extra}
 

@@ -32,8 +32,8 @@ def rope_type(config: ModelConfig) -> str:
     return (config.rope_scaling or {}).get("rope_type", "default")
 
 
-def rope_problems(config: ModelConfig, supported: Sequence[str]) -> Iterator[str]:
-    """Yield why llama.cpp can't compute the RoPE scaling of a configuration, given the rope_types it supports."""
+def rope_problems(config: ModelConfig, supported: Sequence[str], yarn_truncate: bool) -> Iterator[str]:
+    """Yield why llama.cpp can't compute the RoPE scaling of a configuration, given what it supports."""
     scaling, kind = config.rope_scaling or {}, rope_type(config)
     if kind not in ("default", *supported):
         yield f"rope_type is {kind!r}, it supports {', '.join(supported)}"
@@ -41,6 +41,8 @@ def rope_problems(config: ModelConfig, supported: Sequence[str]) -> Iterator[str
         yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
     if kind == "llama3" and any(scaling[name] != value for name, value in _LLAMA3_BOUNDS.items()):
         yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
+    if kind == "yarn" and scaling.get("truncate", True) != yarn_truncate:
+        yield f"YaRN's truncate must be {str(yarn_truncate).lower()}"
     if kind == "yarn" and not _is_plain_yarn(scaling):
         yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
 
@@ -49,7 +51,7 @@ def _is_plain_yarn(scaling: Mapping[str, Any]) -> bool:
     attention = scaling.get("attention_factor")
     others = {name for name, value in scaling.items() if name not in (*_YARN_FIELDS, "attention_factor") and value}
     default = 0.1 * math.log(scaling["factor"]) + 1
-    return not others and scaling.get("truncate", True) and (attention is None or abs(attention - default) < 1e-6)
+    return not others and (attention is None or abs(attention - default) < 1e-6)
 
 
 def rope_metadata(config: ModelConfig) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def rope_tensors(config: ModelConfig) -> dict[str, LazyTensor]:
     return {name: lazy_tensor(mx.array(values)) for name, values in tables.items()}
 
 
-def read_rope_parameters(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
+def read_rope_parameters(keys: MetadataReader, head_dim: int, yarn_truncate: bool = True) -> dict[str, Any]:
     """Return Hugging Face's `rope_parameters` of a file. Raises CheckpointError, naming the key or the table."""
     theta = keys.number("rope.freq_base", 10_000.0)
     rotary_dims = keys.count("rope.dimension_count", head_dim)
@@ -90,6 +92,7 @@ def read_rope_parameters(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
         "rope_theta": theta,
         "partial_rotary_factor": rotary_dims / max(head_dim, 1),
         **(_read_scaling(keys, theta) or {}),
+        **({} if yarn_truncate else {"truncate": False}),
     }
 
 

@@ -110,7 +110,7 @@ def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: Lazy
 
 def _stays_float32(name: str, tensor: LazyTensor) -> bool:
     """Whether llama.cpp's converter writes float32 whatever the type of the matrices: vectors, positions, routers."""
-    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith("ffn_gate_inp.weight")
+    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", "ffn_gate_inp.weight"))
 
 
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig) -> str:
@@ -202,7 +202,7 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
     if config.layer_types is not None and not architecture.sliding_window:
         yield "layer_types differ"
     yield from architecture.problems(config)
-    yield from rope_problems(config, architecture.rope_types)
+    yield from rope_problems(config, architecture.rope_types, architecture.yarn_truncate)
 
 
 def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list[str]:
@@ -214,6 +214,8 @@ def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list
         )
     if rope_type(config) == "longrope":
         notes.append("llama.cpp selects longrope's long factors by its context size, not by the length of the text")
+    if rope_type(config) == "yarn" and not architecture.yarn_truncate:
+        notes.append("llama.cpp rounds the bounds of YaRN, which this model doesn't (truncate is false)")
     if config.hidden_act == "gelu":
         notes.append("llama.cpp only has the tanh approximation of GELU")
     return notes

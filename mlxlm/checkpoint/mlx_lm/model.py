@@ -376,17 +376,18 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
                 weights = {re.sub(pattern, new, n): x for n, x in weights.items()}
             if name in _CONVERT:
                 weights = _CONVERT[name](weights)
+            if name == "ernie4_5_moe":
+                _check_ernie4_5_moe(weights)
             return self.merge(True, super().sanitize(weights) if hasattr(model_class, "sanitize") else weights)
 
     return PatchedModel
 
 
-def _ernie4_5_moe(weights: Weights) -> Weights:
+def _check_ernie4_5_moe(weights: Weights) -> None:
     """mlx_lm has no router correction bias."""
     for name, value in weights.items():
         if name.endswith("e_score_correction_bias") and mx.any(value != 0).item():
             raise CheckpointError(f"{name} isn't zero, which mlx_lm's ernie4_5_moe doesn't implement")
-    return weights
 
 
 def _gemma3n(weights: Weights) -> Weights:
@@ -397,23 +398,6 @@ def _gemma3n(weights: Weights) -> Weights:
             first = re.sub(r"layers\.\d{1,9}\.", "layers.0.", name).replace(queries, unused)
             if first in weights:
                 result.setdefault(name.replace(queries, unused), weights[first])
-    return result
-
-
-def _gpt_oss(weights: Weights) -> Weights:
-    """Unquantized experts: matrices are `[experts, in, out]`, gate and up projection alternate in `out`."""
-    result = {}
-    for name, value in weights.items():
-        stem, _, last = name.rpartition(".")
-        if last in ("gate_up_proj", "down_proj"):
-            value = value.swapaxes(-1, -2)
-        kind = "bias" if last.endswith("_bias") else "weight"
-        if last in ("gate_up_proj", "gate_up_proj_bias"):
-            result[f"{stem}.gate_proj.{kind}"], result[f"{stem}.up_proj.{kind}"] = value[:, 0::2], value[:, 1::2]
-        elif last in ("down_proj", "down_proj_bias"):
-            result[f"{stem}.down_proj.{kind}"] = value
-        else:
-            result[name] = value
     return result
 
 
@@ -430,9 +414,7 @@ def _stack_experts(weights: Weights) -> Weights:
 
 
 _CONVERT: dict[str, Callable[[Weights], Weights]] = {
-    "ernie4_5_moe": _ernie4_5_moe,
     "gemma3n": _gemma3n,
-    "gpt_oss": _gpt_oss,
     "qwen3_5_moe": _stack_experts,
 }
 # Pattern of a name that transformers saves, and what mlx_lm's model has instead.

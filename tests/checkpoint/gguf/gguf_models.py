@@ -60,8 +60,13 @@ MODELS = {
         **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
     "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe", "num_key_value_heads": 4},
+    "gpt-oss": {
+        **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 16, "rope_scaling": {**_YARN, "truncate": False},
+    },
     "arcee": {**_COMMON, "model_type": "arcee"},
     "starcoder2": {**_COMMON, "model_type": "starcoder2"},
+    "phi2": {**_COMMON, "model_type": "phi", "partial_rotary_factor": 0.5},
     "phi3": {**_COMMON, "model_type": "phi3"},
     "phi3-partial": {**_COMMON, "model_type": "phi3", "partial_rotary_factor": 0.5},
     "phi3-longrope": {**_COMMON, "model_type": "phi3", "rope_scaling": _LONGROPE},

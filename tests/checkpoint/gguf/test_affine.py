@@ -12,6 +12,7 @@ from mlxlm.checkpoint.gguf.header import ggml_types
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.model.experts import QuantizedSwitchLinear
 from mlxlm.plan import find_config
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.quantized_files import model_file, random_blocks, tensor_file
@@ -48,6 +49,18 @@ def test_exact_types_have_the_same_weights_to_the_bit(tmp_path, kind):
     assert ((a.view(np.uint32) == b.view(np.uint32)) | ((a == 0) & (b == 0))).all()  # -0.0 may become 0.0
     assert not np.isfinite(value.reshape(-1, 32)[~finite]).all(-1).any()
     assert affine.pack(info)[0].shape == (shape[0], 512 * bits // 32)
+
+
+@pytest.mark.parametrize("rows", [(), (3,)], ids=["matrix", "experts"])
+def test_mxfp4_has_the_same_weights(tmp_path, rows):
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (*rows, 5, 4 * 17), dtype=np.uint8)
+    blocks[..., ::17] = rng.integers(0, 255, blocks[..., ::17].shape)  # 255 is NaN
+    info = tensor_file(tmp_path / "m.gguf", "MXFP4", blocks)
+    weight, scales = affine.pack(info)
+    assert weight.shape == (*rows, 5, 16) and scales.shape == (*rows, 5, 4) and scales.dtype == mx.uint8
+    value = mx.dequantize(weight, scales, mode="mxfp4", dtype=mx.float32, stream=mx.cpu)
+    np.testing.assert_array_equal(np.array(value), np.array(read_tensor(info).read()))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -133,6 +146,8 @@ def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, m
     assert_close(logits, expected, 1e-4)
     assert sorted(set(formats(quantized).values())) == [4, 8]
     assert "model.layers.0.self_attn.q_proj" in formats(quantized)
+    if model.config.num_experts:
+        assert isinstance(quantized.layers[-1].mlp.switch_mlp.up_proj, QuantizedSwitchLinear)
 
 
 def test_default_is_as_the_device_computes(tiny_tokenizer, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import gguf as gguf_package
@@ -75,6 +76,17 @@ def test_file_truncated_after_opening(tiny_tokenizer, tmp_path):
         opened.tensors["lm_head.weight"].read()
     with pytest.raises(CheckpointError, match="has become shorter"):
         opened.load_tokenizer()
+
+
+def test_fused_projections_of_old_phi_2_files(tiny_tokenizer, tmp_path, monkeypatch):
+    model, phi2 = random_model("phi2", tiny_tokenizer), gguf.architectures.ARCHITECTURES["phi2"]
+    fused = {name: modules for name, modules in phi2.layer.items() if name not in ("attn_q", "attn_k", "attn_v")}
+    with monkeypatch.context() as patch:
+        patch.setitem(gguf.architectures.ARCHITECTURES, "phi2", replace(phi2, layer=fused))
+        gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F32")
+    assert "blk.0.attn_qkv.weight" in gguf.header.read_header(tmp_path / "m.gguf").tensors
+    for name, tensor in open_checkpoint(tmp_path / "m.gguf").tensors.items():
+        assert mx.array_equal(tensor.read(), tensors_of(model)[name].read()), name
 
 
 def test_small_llama_opens(tmp_path):
