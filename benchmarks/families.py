@@ -84,7 +84,8 @@ SMALL: dict[str, Any] = {
     "mla_scale_kv_lora": True, "dim_model_base": 64, "scale_depth": 1.0, "scale_emb": 1.0, "hidden_dim": 96,
     "num_kv_reuse_layers": 1, "num_kv_heads": 2, "n_kv_heads": 2, "sliding_window_layers": [1],
     "use_mixed_mlp_moe": True, "num_shared_expert": 1, "use_cla": False, "cla_share_factor": 1,
-    "num_attention_groups": 2, "dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0, "num_transformer_layers": 4,
+    "num_attention_groups": 2, "dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0,
+    "num_transformer_layers": 4,
     "model_dim": 64, "ffn_dim_divisor": 8, "num_query_heads": 4, "ffn_multipliers": 1.0, "block_multiple_of": 8,
     "block_ffn_dim_multiplier": 1.0,
     # Gemma 3n and 4
