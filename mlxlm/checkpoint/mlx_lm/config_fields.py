@@ -245,7 +245,9 @@ def _granite_hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
-    raise CheckpointError("mlx_lm's minimax is MiniMax M2, without the linear attention of this model")
+    if "linear_attn_alpha_factor" in values:  # files of MiniMax M2 can have the same model_type
+        raise CheckpointError("mlx_lm's minimax is MiniMax M2, without the linear attention of this model")
+    return {}
 
 
 def _minimax_m2(values: Mapping[str, Any]) -> dict[str, Any]:
