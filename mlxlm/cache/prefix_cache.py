@@ -50,7 +50,7 @@ class PrefixCache:
         self._make_caches, self.max_bytes, self._folder = make_caches, max_bytes, folder
         caches = make_caches()
         if folder is not None and not all(isinstance(cache, KVCache) for cache in caches):
-            problem = "this architecture has its own cache type, which can't be kept in a folder"
+            problem = "this architecture has recurrent states or its own cache type, which can't be kept in a folder"
             raise GenerationError(problem, "a prefix cache in memory only")
         self._num_layers = len(caches)
         self.clear()

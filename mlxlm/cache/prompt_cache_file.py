@@ -56,8 +56,8 @@ def save_prompt_cache(
     """
     path = Path(path)
     if not ids or not all(isinstance(cache, KVCache) for cache in caches):
-        kind = "without tokens" if not ids else "of the architecture's own type"
-        raise CheckpointError(f"a cache {kind} can't be saved", "an architecture of mlxlm, after a prompt")
+        kind = "without tokens" if not ids else "with recurrent states or of mlx_lm's own types"
+        raise CheckpointError(f"a cache {kind} can't be saved", "a model of mlxlm with attention only, after a prompt")
     tensors, dropped = {_IDS: lazy_tensor(mx.array(ids, dtype=mx.int32))}, []
     for layer, cache in enumerate(caches):
         arrays, lost = cache.arrays()

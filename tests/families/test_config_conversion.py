@@ -271,7 +271,8 @@ def configs(draw):
     choices = {
         "hidden_size": st.just(16 * heads), "num_hidden_layers": st.integers(1, 3), "vocab_size": st.integers(10, 99),
         "num_attention_heads": st.just(heads), "intermediate_size": st.integers(1, 99),
-        "max_position_embeddings": st.integers(1, 9999), "tie_word_embeddings": st.booleans(),
+        "max_position_embeddings": st.integers(1, 9999),
+        "tie_word_embeddings": st.just(False) if family == "phi" else st.booleans(),  # its head has a bias
         "num_key_value_heads": st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]),
         "rms_norm_eps": st.floats(1e-9, 1e-3), "head_dim": st.sampled_from([8, 16]), "rope_theta": st.floats(2, 1e7),
         "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "sliding_window": st.none() | st.integers(1, 99),
@@ -283,7 +284,7 @@ def configs(draw):
         "shared_expert_intermediate_size": st.integers(1, 99), "clip_qkv": st.none() | st.floats(0.1, 9),
         "swiglu_limit": st.floats(0.1, 9), "swiglu_alpha": st.floats(0.1, 9),
     }  # fmt: skip
-    values = {"model_type": family}
+    values = {"model_type": family, "block_auto_adjust_ff_dim": False}  # of LFM2: two thirds of a small width are 0
     for name, strategy in choices.items():
         names = FAMILIES[family].hf_names(name)
         if names:
@@ -292,6 +293,11 @@ def configs(draw):
         values["num_hidden_layers"] = draw(st.integers(2, 4))
         values |= {"mlp_only_layers": draw(st.sampled_from([[], [0]])), "decoder_sparse_step": draw(st.integers(1, 2))}
         values |= {"first_k_dense_replace": draw(st.integers(0, 1)), "n_shared_experts": draw(st.integers(0, 2))}
+        values["num_dense_layers"] = draw(st.integers(0, 1))
+    if family == "qwen3_next":
+        values["full_attention_interval"] = draw(st.integers(1, values["num_hidden_layers"]))
+    if family.startswith("lfm2"):
+        values["full_attn_idxs"] = [draw(st.integers(0, values["num_hidden_layers"] - 1))]
     if family.startswith("qwen"):
         values |= {"use_sliding_window": draw(st.booleans()), "max_window_layers": draw(st.integers(0, 4))}
     if FAMILIES[family].hf_names("rope_theta") and family != "phi3":

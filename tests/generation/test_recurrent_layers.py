@@ -14,7 +14,7 @@ from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.kv_memory import KVMemory
 from tests.generation.recording_model import RecordingModel
 from tests.generation.test_batching import requests
-from tests.generation.texts import alone, greedy, request, same
+from tests.generation.texts import alone, request, same
 
 KINDS = {
     "short convolutions": {"layer_types": ("conv", "full_attention", "conv"), "conv_L_cache": 4},
@@ -51,9 +51,9 @@ def test_a_text_is_the_one_that_its_request_gives_alone(models, kind, wanted, bi
 def test_prompts_of_different_lengths_are_read_together(models, kind):
     lm = models[kind]
     lm.model.calls.clear()
-    wanted = [greedy([*range(5, 9 + 3 * i)], 3) for i in range(4)]
+    wanted = [request([*range(5, 9 + 3 * i)], 3, temperature=0) for i in range(4)]
     found = dict(run_batch(Engine(lm), wanted))
-    assert any(rows == 4 and columns > 1 for rows, columns in lm.model.calls)
+    assert any(rows > 1 and columns > 1 for rows, columns in lm.model.calls)
     for index, result in found.items():
         same(result, alone(lm, wanted[index]))
 
