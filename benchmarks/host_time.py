@@ -1,6 +1,8 @@
 """Host time per decoded token: how long Python takes to build a token's graph, which a GPU can't hide if it is faster.
 
-    python benchmarks/host_time.py [--layers 8 30] [--batches 1 8] [--tokens 100] [--rounds 5]
+    python benchmarks/host_time.py [--layers 8 30] [--batches 1 8] [--tokens 100] [--rounds 5] [--classes]
+
+With --classes, tiny models of mlx_lm's classes, one for each kind of cache, with `DecodeStep` and without it.
 
 Tiny Llama models with the same weights in mlxlm (`DecodeStep`, and the model without it) and in mlx_lm, in turn in one
 process. Each token is built, timed, and then evaluated outside of the timing. On a CPU, RoPE, norms and attention are
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 from common import in_turn, median, report, spread
 
@@ -23,6 +26,19 @@ from mlxlm.model import Decoder
 
 PROMPT = 10  # tokens
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+# Models of mlx_lm's classes: full attention, windows, latent attention, a recurrent state in three of four layers.
+CLASSES = {
+    "helium": {"attention_bias": False, "mlp_bias": False},
+    "gemma3_text": {"sliding_window": 128, "sliding_window_pattern": 4},
+    "minicpm3": {
+        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "dim_model_base": 64, "scale_depth": 1.0, "scale_emb": 1.0, "tie_word_embeddings": False,
+    },
+    "qwen3_5_text": {
+        "full_attention_interval": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    },
+}  # fmt: skip
 
 
 def main() -> None:
@@ -31,9 +47,20 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--classes", action="store_true")
     options = parser.parse_args()
     rows, result = [], {}
-    for layers in options.layers:
+    for kind in CLASSES if options.classes else ():
+        model = make_class(kind)
+        for batch in options.batches:
+            steps_of_kind = class_steps(model, batch, options.tokens)
+            times = in_turn(options.rounds, **steps_of_kind)
+            ratio = median([a / b for a, b in zip(times["mlxlm"], times["without DecodeStep"], strict=True)])
+            rows.append(
+                (f"{kind}, batch {batch}", f"{spread([1e3 * t for t in times['mlxlm']])} ms, {ratio:.2f} x without")
+            )
+            result[f"{kind}, batch {batch}"] = round(ratio, 3)
+    for layers in () if options.classes else options.layers:
         ours, peer = make_models(layers)
         for batch in options.batches:
             times = in_turn(options.rounds, **steps(ours, peer, batch, options.tokens))
@@ -69,28 +96,52 @@ def make_models(layers: int) -> tuple[Decoder, object]:
     return ours, peer
 
 
+def make_class(kind: str) -> object:
+    from mlxlm.checkpoint.mlx_lm.model import build_model
+
+    sizes = {**SIZES, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    common = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+    model, _ = build_model({"model_type": kind, **sizes, **common, **CLASSES[kind]})
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def class_steps(model: object, batch: int, tokens: int) -> dict[str, Callable[[], float]]:
+    step, token, prompt = DecodeStep(model), mx.array([[5]] * batch), mx.array([[1] * PROMPT] * batch)
+    make = partial(make_cache, model)
+    return {
+        "mlxlm": lambda: measure(model, prompt, make, lambda caches: step(token, caches), tokens),
+        "without DecodeStep": lambda: measure(
+            model, prompt, make, lambda caches: model(token, cache=caches)[:, -1], tokens
+        ),
+    }
+
+
+def measure(model: Callable, prompt: mx.array, make: Callable, forward: Callable, tokens: int) -> float:
+    """Seconds of this thread to build the graph of a token."""
+    caches, times = make(), []
+    mx.eval(model(prompt, cache=caches))
+    for _ in range(tokens):
+        start = time.thread_time()  # not what other processes take
+        logits = forward(caches)
+        times.append(time.thread_time() - start)
+        mx.eval(logits)
+    return median(times)
+
+
 def steps(ours: Decoder, peer: object, batch: int, tokens: int) -> dict[str, Callable[[], float]]:
     from mlx_lm.models.cache import make_prompt_cache
 
     step, token, prompt = DecodeStep(ours), mx.array([[5]] * batch), mx.array([[1] * PROMPT] * batch)
 
-    def measure(model: Callable, make: Callable, forward: Callable) -> float:
-        caches, times = make(), []
-        mx.eval(model(prompt, cache=caches))
-        for _ in range(tokens):
-            start = time.thread_time()  # not what other processes take
-            logits = forward(caches)
-            times.append(time.thread_time() - start)
-            mx.eval(logits)
-        return median(times)
-
     return {
-        "mlxlm": lambda: measure(ours, lambda: make_cache(ours), lambda caches: step(token, caches)),
+        "mlxlm": lambda: measure(ours, prompt, lambda: make_cache(ours), lambda caches: step(token, caches), tokens),
         "mlxlm without DecodeStep": lambda: measure(
-            ours, lambda: make_cache(ours), lambda caches: ours(token, cache=caches)[:, -1]
+            ours, prompt, lambda: make_cache(ours), lambda caches: ours(token, cache=caches)[:, -1], tokens
         ),
         "mlx_lm": lambda: measure(
-            peer, lambda: make_prompt_cache(peer), lambda caches: peer(token, cache=caches)[:, -1]
+            peer, prompt, lambda: make_prompt_cache(peer), lambda caches: peer(token, cache=caches)[:, -1], tokens
         ),
     }
 

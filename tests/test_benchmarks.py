@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import json
+import sys
 
 import pytest
 
@@ -41,3 +43,16 @@ def test_imports_and_options_exist(path):
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
     assert options <= known | OTHER_PROGRAMS | {"--help", "--"}
+
+
+def test_table_of_model_types(monkeypatch, capsys):
+    for name in ("torch", "transformers", "mlx_lm.utils"):
+        pytest.importorskip(name)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", ["families.py", "granitemoe", "llama", "gpt_neo"])
+    importlib.import_module("families").main()
+    rows = json.loads(capsys.readouterr().out)["types"]
+    assert [(row["model_type"], row["how"]) for row in rows] == [
+        ("llama", "native"), ("granitemoe", "in the batch"), ("gpt_neo", "refused")
+    ]  # fmt: skip
+    assert all(row["error"] < 1e-3 for row in rows[:2])

@@ -16,7 +16,9 @@ def make_oracle(model_type: str, sizes: dict[str, Any], vocabulary: int, attenti
     """A model of transformers in which every parameter matters: no norm is 1, no bias 0."""
     tokens = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     config = transformers.AutoConfig.for_model(model_type, **tokens, **copy.deepcopy(sizes))  # which it changes
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval().float()
+    is_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    kind = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, attn_implementation=attention).eval().float()
     rng = np.random.default_rng(0)
     with torch.no_grad():
         biases = [

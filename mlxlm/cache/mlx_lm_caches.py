@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
@@ -15,13 +16,68 @@ from mlxlm.kernels.mask import causal_mask, relative_positions
 from mlxlm.utils.errors import GenerationError
 
 
-class MlxLmKVCache(KVCache):
-    """Keys and values as arrays, dequantized if they are quantized."""
+class MlxLmKeysAndValues:
+    """What mlx_lm's models ask of keys and values: arrays, dequantized if they are quantized. A base of caches."""
+
+    buffers: Any
+    _first: int
+    _end: int
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values `[B, H_kv, T, D]`; return the visible ones."""
-        keys, values = super().update_and_fetch(keys, values)
-        return _dequantized(keys), _dequantized(values)
+        keys, values = super().update_and_fetch(keys, values)  # type: ignore[misc]
+        return self._form(keys), self._form(values)
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return what the last update did, for layers that share it."""
+        keys, values = (buffer.read(self._first, self._end) for buffer in self.buffers)
+        return self._form(keys), self._form(values)
+
+    def _form(self, x: Any) -> Any:
+        """Keys or values in the form that attention takes."""
+        return x.dequantized() if isinstance(x, QuantizedKV) else x
+
+    @property
+    def keys(self) -> mx.array:
+        """The buffer of keys, which some models make depend on that of another cache, to evaluate both."""
+        return self.buffers[0].arrays[0]
+
+    @keys.setter
+    def keys(self, buffer: mx.array) -> None:
+        self.buffers[0].arrays[0] = buffer
+
+    @property
+    def values(self) -> mx.array:
+        """The buffer of values. DeepSeek V3.2 sets that of its indexer to zeros, which changes nothing."""
+        return self.buffers[1].arrays[0]
+
+    @values.setter
+    def values(self, buffer: mx.array) -> None:
+        pass
+
+
+class PackedKeysAndValues(MlxLmKeysAndValues):
+    """Keys and values of the same bits, in the form that mlx_lm's attention multiplies quantized."""
+
+    def _form(self, x: Any) -> Any:
+        """The packed values, scales and biases."""
+        return x.arrays
+
+    @property
+    def bits(self) -> int:
+        """Bits of keys and of values."""
+        bits: int = self.buffers[0].quantization[0]
+        return bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        size: int = self.buffers[0].quantization[1]
+        return size
+
+
+class MlxLmKVCache(MlxLmKeysAndValues, KVCache):
+    """A cache of keys and values."""
 
     def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
         """Make the attention mask for `n` new positions per row.
@@ -46,24 +102,8 @@ class MlxLmKVCache(KVCache):
         return causal_mask(relative_positions(n, length), window_size, rows)
 
 
-class _QuantizedMlxLmKVCache(MlxLmKVCache):
-    """Keys and values of the same bits, in the form that mlx_lm's attention multiplies quantized."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys and values `[B, H_kv, T, D]`; return the packed values, scales and biases of the visible ones."""
-        keys, values = KVCache.update_and_fetch(self, keys, values)
-        return keys.arrays, values.arrays
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of keys and of values."""
-        return self.key_bits
-
-    @property
-    def group_size(self) -> int:
-        """Values that share a scale."""
-        assert (quantization := self.buffers[0].quantization) is not None
-        return quantization[1]
+class QuantizedMlxLmKVCache(PackedKeysAndValues, MlxLmKVCache):
+    """A cache of quantized keys and values, which attention multiplies as they are."""
 
 
 class MlxLmRecurrentCache(RecurrentCache):
@@ -88,7 +128,7 @@ def make_caches(model: nn.Module, options: KVOptions) -> list[Any]:
     """
     quantized = options.key_bits is not None and options.key_bits == options.value_bits
     takes_quantized = quantized and _multiplies_quantized(model, options)
-    caches = _translated(model, options, _QuantizedMlxLmKVCache if takes_quantized else MlxLmKVCache)
+    caches = _translated(model, options, QuantizedMlxLmKVCache if takes_quantized else MlxLmKVCache)
     if None not in caches:
         return caches
     if options != KVOptions():
@@ -124,29 +164,35 @@ def can_batch(model: Any) -> bool:
 
 
 def _flat(caches: Iterable[Any]) -> Iterable[Any]:
-    for cache in caches:
-        if type(cache).__name__ == "CacheList":
-            yield from _flat(cache.caches)
+    for own in caches:
+        if type(own).__name__ == "CacheList":
+            yield from _flat(own.caches)
         else:
-            yield cache
+            yield own
 
 
-def _translate(cache: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> Any:
+def _translate(own: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> Any:
     """Our cache for one of mlx_lm's, or for None, a layer of a model without `make_cache`; None for other types."""
-    kind = "KVCache" if cache is None else type(cache).__name__
+    kind = "KVCache" if own is None else type(own).__name__
     if kind == "ArraysCache":
-        return MlxLmRecurrentCache(len(cache.cache))
-    if kind not in ("KVCache", "RotatingKVCache") or getattr(cache, "keep", False):
+        return _recurrent_class(type(own))(len(own.cache))  # type: ignore[arg-type]
+    if kind not in ("KVCache", "RotatingKVCache") or getattr(own, "keep", False):
         return None
-    window = cache.max_size if kind == "RotatingKVCache" else None
+    window = own.max_size if kind == "RotatingKVCache" else None
     rotation, sliding = cache_policies(options, window)
     return cache_type(rotation=rotation, window=sliding, key_bits=options.key_bits, value_bits=options.value_bits)
+
+
+@cache
+def _recurrent_class(own: type) -> type[MlxLmRecurrentCache]:
+    """A subclass of mlx_lm's ArraysCache, too: its Mamba updates no other cache."""
+    return type("MlxLmArraysCache", (MlxLmRecurrentCache, own), {})
 
 
 def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
     """Whether a model's attention takes quantized keys and values, without computing anything."""
     if (known := getattr(model, "_multiplies_quantized", None)) is None:
-        caches = _translated(model, options, _QuantizedMlxLmKVCache)
+        caches = _translated(model, options, QuantizedMlxLmKVCache)
         try:
             if None in caches:
                 raise TypeError("caches of other types")
@@ -157,7 +203,3 @@ def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
             known = False
         model._multiplies_quantized = known
     return known
-
-
-def _dequantized(x: mx.array | QuantizedKV) -> mx.array:
-    return x.dequantized() if isinstance(x, QuantizedKV) else x

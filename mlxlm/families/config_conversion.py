@@ -26,13 +26,20 @@ from mlxlm.utils.resources import resource
 
 _REQUIRED = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
 _MAX_REPR = 60  # characters of a value in an error message
-# Of the tensors of a language model in a model with images, as transformers 5, transformers 4 and mlx_lm save them.
+# Of the tensors of a language model in a model with images, as transformers 5, transformers 4, mlx_lm and older
+# versions of Qwen-VL save them.
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
+    **{name: name for name in ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")},
+}
+# Language models of models with images that are those of a family; for texts, all of M-RoPE's positions are the same.
+_SAME_MODELS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
 }
 # Values of `quant_method` that `mlxlm.checkpoint` reads.
 SUPPORTED_QUANT_METHODS = (
@@ -135,9 +142,10 @@ def unrepresentable_fields(config: ModelConfig) -> list[str]:
 
 
 def _model_type(values: HFConfig) -> Any:
-    """`model_type`, else the family of the class in `architectures` (or that class), else None."""
+    """`model_type` of the family, else that of the class in `architectures` (or that class), else None."""
     if "model_type" in values:
-        return values["model_type"]
+        model_type = values["model_type"]
+        return _SAME_MODELS.get(model_type, model_type) if isinstance(model_type, str) else model_type
     classes = values.get("architectures")
     name = next((name for name in classes if isinstance(name, str)), None) if isinstance(classes, list) else None
     return next((family.model_type for family in FAMILIES.values() if family.architecture == name), name)

@@ -8,6 +8,7 @@ the buffers grow or that part moves, every 256 tokens or more.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -17,6 +18,13 @@ from typing import Any
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import STEP, KVCache, round_length
+from mlxlm.cache.mlx_lm_caches import (
+    MlxLmKeysAndValues,
+    MlxLmKVCache,
+    MlxLmRecurrentCache,
+    PackedKeysAndValues,
+    QuantizedMlxLmKVCache,
+)
 from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
@@ -26,6 +34,7 @@ from mlxlm.model.positions import RotaryEmbedding
 _MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
 # Tracing takes as long as several steps without, so that a batch that changes with every step should not be traced.
 _STEPS_BEFORE_TRACE = 3
+logger = logging.getLogger(__name__)
 
 Step = Callable[..., list[mx.array]]
 
@@ -35,6 +44,9 @@ class DecodeStep:
 
     A `Decoder` with its own caches always runs the same operations, whether they are compiled or not. The logits are
     those of the model up to rounding: a BLAS can sum products with further zeros in another order.
+
+    A model of mlx_lm's classes with the caches of `mlx_lm_caches` is compiled, too, as long as its logits are those of
+    the model itself, which runs beside the first step of each layout, and the first one that is compiled.
 
     Other models, RoPE whose base depends on the length, and caches that hold nothing yet or wait for padding run the
     model itself.
@@ -54,6 +66,7 @@ class DecodeStep:
         # For each layout, the compiled step, or how many steps ran without. Least recently used first.
         self._steps: OrderedDict[_Layout, Step | int] = OrderedDict()
         self._supported: dict[tuple[Any, ...], bool] = {}
+        self._differs = False  # whether a step of mlx_lm's model had other logits than the model
 
     def __call__(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Read one token per row, and append it to the caches.
@@ -67,12 +80,15 @@ class DecodeStep:
         """
         if not self._can_compile(caches):
             return self.model(tokens, cache=caches)[:, -1]
-        if not self._windows or not all(map(is_, map(getitem, *self._tree[:2]), self._tree[2])):
+        if not self._has_same_weights():
             self._fuse()
-        layout, state = _describe(caches, self._windows)
+        is_decoder = isinstance(self.model, Decoder)
+        layout, state = _describe(caches, self._windows if is_decoder else list(map(_window, caches)))
         before = [cache.step_arrays for cache in caches]
         arrays = [array for own in before for array in own]
-        logits, *arrays = self._step(layout, caches)(tokens, mx.array(state, mx.int32), *arrays)
+        is_new = self._steps.get(layout, 0) in (0, _STEPS_BEFORE_TRACE)  # runs, or is compiled, for the first time
+        step, inputs = self._step(layout, caches), (tokens, mx.array(state, mx.int32), *arrays)
+        logits, *arrays = self._compare(step, inputs, caches) if is_new and not is_decoder else step(*inputs)
         rest = iter(arrays)
         for cache, own in zip(caches, before, strict=True):
             cache.end_step(list(islice(rest, len(own))))
@@ -80,7 +96,10 @@ class DecodeStep:
 
     def _can_compile(self, caches: Sequence[Any]) -> bool:
         model = self.model
-        if not isinstance(model, Decoder) or model.training:
+        if not isinstance(model, Decoder):
+            known = all(isinstance(cache, MlxLmKVCache | MlxLmRecurrentCache) and cache.can_step for cache in caches)
+            return known and not self._differs and not model.training
+        if model.training:
             return False
         if not all(type(cache) in (KVCache, RecurrentCache) and cache.can_step for cache in caches):
             return False
@@ -95,21 +114,44 @@ class DecodeStep:
             or max(own[0].offsets) < model.config.max_position_embeddings
         )  # fmt: skip
 
+    def _has_same_weights(self) -> bool:
+        """Whether all modules and weights are those of the last call of `_fuse`."""
+        return bool(self._tree[0]) and all(map(is_, map(getitem, *self._tree[:2]), self._tree[2]))
+
     def _fuse(self) -> None:
-        """Fuse the weights, and forget what was compiled with others."""
-        self.model.fuse()
+        """Fuse the weights of a decoder, and forget what was compiled with others."""
+        if isinstance(self.model, Decoder):
+            self.model.fuse()
+            self._windows = [getattr(layer.mixer, "window", None) for layer in self.model.layers]
         mx.eval(self.model.parameters())  # what is not evaluated would be computed again in each step
         containers, keys, values = zip(*_tree_items(self.model), strict=True)
         self._tree = containers, keys, values
-        self._windows = [getattr(layer.mixer, "window", None) for layer in self.model.layers]
         self._steps.clear()
 
+    def _compare(self, step: Step, inputs: Sequence[mx.array], caches: Sequence[Any]) -> list[mx.array]:
+        """Run a step of mlx_lm's model and the model itself. Return the results of the model if they differ."""
+        copies = [cache.copy() for cache in caches]
+        expected = self.model(inputs[0], cache=copies)[:, -1]
+        try:
+            results = step(*inputs)
+            difference = mx.abs(results[0] - expected).max() / mx.std(expected)
+            is_close = difference.item() < (1e-3 if expected.dtype == mx.float32 else 0.05)
+            if is_close and self._has_same_weights():
+                return results
+            problem = "it replaces its weights" if is_close else "its logits would differ"
+        except Exception as error:  # whatever its code raises for positions that aren't Python numbers
+            problem = str(error)
+        logger.info("%s decodes without a compiled step: %s", getattr(self.model, "model_type", "this model"), problem)
+        self._differs = True
+        return [expected, *(array for cache in copies for array in cache.step_arrays)]
+
     def _step(self, layout: _Layout, caches: Sequence[KVCache | RecurrentCache]) -> Step:
-        """Return the function for a layout: compiled for one row, and for several when it has been used a few times."""
+        """Return the function for a layout: compiled at once for one row of a decoder, else after a few uses."""
+        is_decoder = isinstance(self.model, Decoder)
         entry = self._steps.pop(layout, 0)
         if isinstance(entry, int):
-            step = _make_step(self.model, layout, list(map(_form, caches)))
-            compiled = caches[0].rows == 1 or entry >= _STEPS_BEFORE_TRACE
+            step = _make_step(self.model, layout, [(type(cache), _form(cache)) for cache in caches])
+            compiled = (is_decoder and caches[0].rows == 1) or entry >= _STEPS_BEFORE_TRACE
             if compiled:
                 step = mx.compile(step)
             self._steps[layout] = step if compiled else entry + 1
@@ -121,8 +163,9 @@ class DecodeStep:
 
 
 # What is fixed in a trace about the cache of a layer: index of the group of layers with the same positions; the first
-# position that attention reads, and the one after the last; capacity of the buffers; bits of keys and of values.
-_LayerLayout = tuple[int, int, int, int, int | None, int | None]
+# position that attention reads, and the one after the last; capacity of the buffers; bits of keys and of values; the
+# sliding window.
+_LayerLayout = tuple[int, int, int, int, int | None, int | None, int | None]
 _Layout = tuple[str, int, tuple[_LayerLayout | None, ...]]  # kernel mode, rows, layers (None: recurrent)
 # The quantization of keys and of values; or the number of arrays of a recurrent layer.
 _Form = list[tuple[int, int] | None] | int
@@ -148,9 +191,10 @@ def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int 
         if span is None:
             first = min(starts) if window is None else max(min(starts), end + 1 - window)
             span = spans[group, capacity, window] = first // STEP * STEP, min(capacity, round_length(end + 1))
-        layers.append((group, *span, capacity, cache.key_bits, cache.value_bits))
-    offsets = next(cache.offsets for cache in caches if isinstance(cache, KVCache))
-    return (mode(), caches[0].rows, tuple(layers)), [*offsets, *(n for group in groups for n in group)]
+        layers.append((group, *span, capacity, cache.key_bits, cache.value_bits, window))
+    rows = caches[0].rows
+    offsets = next((cache.offsets for cache in caches if isinstance(cache, KVCache)), [0] * rows)
+    return (mode(), rows, tuple(layers)), [*offsets, *(n for group in groups for n in group)]
 
 
 class LayerStep:
@@ -163,7 +207,7 @@ class LayerStep:
 
     def __init__(self, shared: _Positions, layout: _LayerLayout, buffers: list[KVBuffer]):
         self._shared, self.buffers = shared, buffers
-        self._group, self._first, self._last, *_ = layout
+        self._group, self._first, self._end, *_, self._window = layout
         self.offset = shared.offset
 
     def angles(self, rope: RotaryEmbedding, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
@@ -178,7 +222,7 @@ class LayerStep:
         pairs = zip(self.buffers, (keys, values), strict=True)
         self.buffers = [buffer.with_position(index, x) for buffer, x in pairs]
         key_buffer, value_buffer = self.buffers
-        return key_buffer.read(self._first, self._last), value_buffer.read(self._first, self._last)
+        return key_buffer.read(self._first, self._end), value_buffer.read(self._first, self._end)
 
     def __iter__(self) -> Iterator[mx.array]:
         """Iterate over the arrays of the buffers."""
@@ -214,10 +258,29 @@ class LayerStep:
         return self._once("mask", compute, window, heads)
 
     def _indices(self) -> mx.array:
-        return mx.arange(self._first, self._last, dtype=mx.int32)
+        return mx.arange(self._first, self._end, dtype=mx.int32)
 
     def _once(self, name: str, compute: Callable[[], mx.array], *arguments: int | None) -> mx.array:
-        return self._shared.once((name, self._group, self._first, self._last, *arguments), compute)
+        return self._shared.once((name, self._group, self._first, self._end, *arguments), compute)
+
+
+class MlxLmLayerStep(MlxLmKeysAndValues, LayerStep):
+    """The same for models of mlx_lm's classes."""
+
+    def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        """Make the mask of the one new position of each row, bool `[B, 1, 1, S]`."""
+        return self.mask(window_size or self._window)
+
+
+class QuantizedMlxLmLayerStep(PackedKeysAndValues, MlxLmLayerStep):
+    """The same for attention that multiplies quantized keys and values."""
+
+
+_LAYER_STEPS: dict[type, type[LayerStep]] = {
+    KVCache: LayerStep,
+    MlxLmKVCache: MlxLmLayerStep,
+    QuantizedMlxLmKVCache: QuantizedMlxLmLayerStep,
+}
 
 
 class _Positions:
@@ -243,20 +306,35 @@ def _form(cache: KVCache | RecurrentCache) -> _Form:
     return [buffer.quantization for buffer in cache.buffers]
 
 
-def _make_step(model: Decoder, layout: _Layout, forms: Sequence[_Form]) -> Step:
+def _window(cache: KVCache | RecurrentCache) -> int | None:
+    return cache.window.size if isinstance(cache, KVCache) and cache.window is not None else None
+
+
+def _recurrent_state(kind: type, arrays: list[mx.array]) -> Any:
+    """The cache of a recurrent layer of mlx_lm's model, with these arrays."""
+    state = kind(len(arrays))
+    state.end_step(arrays)
+    return state
+
+
+def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _Form]]) -> Step:
     """Return the function of tokens, positions and the arrays of all caches: logits, and the new arrays."""
     _, rows, layers = layout
 
     def step(tokens: mx.array, state: mx.array, *arrays: mx.array) -> list[mx.array]:
         positions, rest = _Positions(rows, state), iter(arrays)
-        caches: list[LayerStep | list[mx.array]] = []
-        for layer, form in zip(layers, forms, strict=True):
+        caches: list[Any] = []
+        for layer, (kind, form) in zip(layers, forms, strict=True):
             if isinstance(form, int):
-                caches.append(list(islice(rest, form)))
+                own = list(islice(rest, form))
+                caches.append(own if kind is RecurrentCache else _recurrent_state(kind, own))
             elif layer is not None:
                 buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
-                caches.append(LayerStep(positions, layer, buffers))
-        logits = model.decode(tokens[:, 0], caches)
+                caches.append(_LAYER_STEPS[kind](positions, layer, buffers))
+        if isinstance(model, Decoder):
+            logits = model.decode(tokens[:, 0], caches)
+        else:
+            logits = model(tokens, cache=caches)[:, -1]
         return [logits, *(array for cache in caches for array in cache)]
 
     return step

@@ -93,6 +93,7 @@ def test_logits_are_those_of_mlx_lm(tmp_path):
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is a GPTQ checkpoint.*try: its unquantized"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "is a bitsandbytes checkpoint, which isn't supp"),
         ({"model_type": "opt", "word_embed_proj_dim": 16}, "has no word_embed_proj_dim 16, and mlx_lm has no opt mode"),
+        ({"model_type": "minimax", "linear_attn_alpha_factor": 1}, "MiniMax M2, without the linear attention"),
         (
             {"model_type": "olmo", "quantization_config": {"quant_method": "bitnet"}, "d_model": 32},
             "olmo can't be imported: .*try: pip install ai2-olmo",

@@ -484,3 +484,16 @@ def test_the_language_model_of_a_model_with_images(tmp_path, prefixes):
         expected = oracle(input_ids=torch.from_numpy(TOKENS)).logits.numpy()
     np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), expected, atol=1e-4)
     assert checkpoint.hf_config["model_type"] == "gemma3_text" and "vision_config" not in checkpoint.hf_config
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_language_models_of_qwen_vl(tmp_path, model_type):
+    rope = {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 1, 2]}
+    text = {**LLAMA, "head_dim": 8, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "deepstack_visual_indexes": []}
+    oracle = transformers_oracle.make_oracle(model_type, {"text_config": text, "vision_config": vision}, VOCABULARY)
+    oracle.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.model_type == model_type[:5]
+    found = np.array(load_checkpoint(checkpoint)[0](mx.array(TOKENS)))
+    np.testing.assert_allclose(found, logits_of(oracle, TOKENS), atol=1e-4)

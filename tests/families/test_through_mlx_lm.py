@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.cache import make_cache
 from mlxlm.checkpoint.load import load_model
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
@@ -73,6 +74,29 @@ CASES = {
     },
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "minimax_m2": {**HALF, **EXPERTS, "head_dim": 16},
+    "falcon_mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
+    "gemma3n_text": {
+        **{name: value for name, value in WINDOWS.items() if name != "rope_parameters"}, "num_hidden_layers": 10,
+        "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": None, "tie_word_embeddings": True,
+    },
+    "glm_moe_dsa": {**BASE, **LATENT, **ROUTED, "index_topk": 64, "index_head_dim": 8, "index_n_heads": 2},
+    "mimo_v2_flash": {
+        **{name: value for name, value in WINDOWS.items() if name != "rope_parameters"}, **ROUTED, "head_dim": 24,
+        "v_head_dim": 8, "num_key_value_heads": 1,
+    },
+    "nanochat": BASE,
+    "olmo_hybrid": {
+        **BASE, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "exaone": BASE,
+    "solar_open": {**BASE, **ROUTED, "head_dim": 8, "first_k_dense_replace": 0},
+    "qwen3_5_moe_text": {
+        **HALF, **EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+    },
     "qwen3_5_text": {
         **HALF, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -87,8 +111,8 @@ def saved(folder, model_type, changes=()):
     return oracle
 
 
-def logits(model, tokens=TOKENS):
-    return np.array(model(mx.array(tokens)).astype(mx.float32))
+def logits(model, tokens=TOKENS, **options):
+    return np.array(model(mx.array(tokens), **options).astype(mx.float32))
 
 
 def error(found, wanted):
@@ -98,8 +122,13 @@ def error(found, wanted):
 @pytest.mark.parametrize("model_type", CASES)
 def test_logits_are_those_of_transformers(model_type, tmp_path):
     wanted = logits_of(saved(tmp_path, model_type), TOKENS)
-    found = error(logits(load_model(tmp_path)[0]), wanted)
-    assert found < (2e-3 if model_type in FORMS_OF_GELU else 5e-4)
+    model, _ = load_model(tmp_path)
+    limit = 2e-3 if model_type in FORMS_OF_GELU else 5e-4
+    assert error(logits(model), wanted) < limit
+    step, caches, first = DecodeStep(model), make_cache(model), TOKENS[:1]
+    found = [logits(model, first[:, :20], cache=caches)]
+    found += [np.array(step(mx.array(first[:, i : i + 1]), caches))[:, None] for i in (20, 21)]
+    assert error(np.concatenate(found, axis=1), wanted[:1, :22]) < 2 * limit
 
 
 OTHERS = {
@@ -168,6 +197,9 @@ REFUSED = {
     ),
     "llama4_text": ({"no_rope_layer_interval": 2}, "no_rope_layers"),
     "mamba2": ({"n_groups": 2}, "n_groups is 2"),
+    "mamba": ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon is 0.001"),
+    "nanochat": ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001"),
+    "glm_moe_dsa": ({"indexer_types": ["full", "shared"]}, "indexer_types has shared indexers"),
     "minicpm3": ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     "nemotron": ({"hidden_act": "silu"}, "hidden_act is 'silu', mlx_lm's nemotron computes relu2"),
     "phi": ({"qk_layernorm": True}, "layernorm.* is not part of mlx_lm's model"),

@@ -177,7 +177,7 @@ def test_hundreds_of_tokens_with_growth_trim_merge_select_and_row():
 def test_ranges_are_the_keys_of_the_mask():
     """A Metal kernel reads the range, MLX's operations the mask: both relative to the part that attention reads."""
     shared = _Positions(2, mx.array([700, 90, 701, 0, 612], mx.int32))
-    step = LayerStep(shared, (0, 512, 768, 1024, None, None), [])
+    step = LayerStep(shared, (0, 512, 768, 1024, None, None, None), [])
     positions = np.arange(512, 768)
     expected = np.stack([positions <= 701, (positions >= 612) & (positions <= 701)])
     for heads in (1, 3):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlxlm.checkpoint.mlx_lm.install_rope import MODEL_SPECIFIC_ROPE, is_known, layer_rope, unsupported_rope_type
-from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.components import FULL, SLIDING, SPARSE
 from mlxlm.config.numbers import is_count
 from mlxlm.families.activations import MLX_LM_ACTIVATIONS, same_activation
 from mlxlm.utils.errors import CheckpointError
@@ -46,11 +46,13 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "exaone_moe": {"n_group": 1},
     "falcon_h1": {"attention_in_multiplier": 1.0, "key_multiplier": 1.0},
     "glm4_moe": {"n_group": 1},
+    "glm_moe_dsa": {"mlp_bias": False},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "granitemoehybrid": {"mamba_n_groups": 1},
     "jamba": {"num_experts": 1},
     "llama4": {"num_experts_per_tok": 1},
-    "mamba2": {"n_groups": 1},
+    "mamba": {"layer_norm_epsilon": 1e-5},
+    "mamba2": {"layer_norm_epsilon": 1e-5, "n_groups": 1},
     "minicpm3": {"tie_word_embeddings": False},
     "nanochat": {"final_logit_softcapping": 15.0},
     "nemotron_h": {"mamba_hidden_act": "silu"},
@@ -89,7 +91,7 @@ def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
     model_type = values.get("model_type")
     if model_type == "llama4_text":  # mlx_lm's own model has no experts and a tied head
         return not values.get("tie_word_embeddings") or bool(values.get("moe_layers"))
-    return model_type in ("qwen3_5_text", "qwen3_5_moe_text")
+    return model_type in ("gemma3n_text", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _number(value: Any) -> Any:
@@ -181,6 +183,54 @@ def _identity_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": context}}
 
 
+def _longcat_flash(values: Mapping[str, Any]) -> dict[str, Any]:
+    scales = {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+    return {"attention_method": "MLA", "zero_expert_type": "identity", **scales, **values}
+
+
+def _glm_moe_dsa(values: Mapping[str, Any]) -> dict[str, Any]:
+    if "shared" in (values.get("indexer_types") or ()):
+        raise CheckpointError("indexer_types has shared indexers, which mlx_lm's glm_moe_dsa doesn't implement")
+    types, dense = values.get("mlp_layer_types"), values.get("first_k_dense_replace", 3)
+    if types is not None and [kind == SPARSE for kind in types] != [i >= dense for i in range(len(types))]:
+        raise CheckpointError(f"mlp_layer_types and first_k_dense_replace ({dense}) have experts in different layers")
+    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    return {**router, "first_k_dense_replace": dense, **values}
+
+
+def _mimo_v2_flash(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what transformers saves; the original files have mlx_lm's fields."""
+    if "hybrid_layer_pattern" in values:
+        return {}
+    rope, types = values["rope_parameters"], values["layer_types"]
+    full, sliding = rope[FULL], rope[SLIDING]
+    return {
+        "hybrid_layer_pattern": [int(layer_type == SLIDING) for layer_type in types],
+        "moe_layer_freq": [int(layer_type == SPARSE) for layer_type in values["mlp_layer_types"]],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": values["sliding_window"],
+        "layernorm_epsilon": values["rms_norm_eps"],
+        "rope_theta": full["rope_theta"],
+        "swa_rope_theta": sliding["rope_theta"],
+        "partial_rotary_factor": full["partial_rotary_factor"],
+        "swa_num_attention_heads": values["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * values["num_key_value_heads"],
+        "swa_head_dim": values["head_dim"],
+        "swa_v_head_dim": values["v_head_dim"],
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+
+
+def _nanochat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the epsilon: mlx_lm has 1e-5, which can't be told from a smaller one, as norms are of values near 1."""
+    if (epsilon := values.get("rms_norm_eps") or 0) > 1e-5:
+        raise CheckpointError(f"rms_norm_eps is {epsilon}, which mlx_lm's nanochat doesn't implement")
+    return {}
+
+
 def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
     if (values.get("rope_scaling") or {}).get("mscale_all_dim"):
         raise CheckpointError("rope_parameters has mscale_all_dim, which mlx_lm's minicpm3 doesn't implement")
@@ -195,6 +245,12 @@ def _granite_hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
+    if "linear_attn_alpha_factor" in values:  # files of MiniMax M2 can have the same model_type
+        raise CheckpointError("mlx_lm's minimax is MiniMax M2, without the linear attention of this model")
+    return {}
+
+
+def _minimax_m2(values: Mapping[str, Any]) -> dict[str, Any]:
     factor = values.get("partial_rotary_factor", 1)
     return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * factor), **values}
 
@@ -204,15 +260,32 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "apertus": lambda values: {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "cohere2": _pattern,
     "deepseek_v2": _identity_scaling,
+    "exaone": lambda values: {
+        "num_layers": values.get("num_hidden_layers"),
+        "layer_norm_epsilon": values.get("rms_norm_eps"),
+        **values,
+    },
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "gemma3_text": _gemma3,
+    "gemma4_unified_text": lambda values: {"hidden_size_per_layer_input": 0, **values},
+    "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
     "granitemoehybrid": _granite_hybrid,
     "llama4_text": _llama4,
+    "longcat_flash": _longcat_flash,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},
     "minicpm3": _minicpm3,
-    "minimax_m2": _minimax,
+    "mimo_v2_flash": _mimo_v2_flash,
+    "minimax": _minimax,
+    "minimax_m2": _minimax_m2,
+    "nanochat": _nanochat,
+    "solar_open": lambda values: {
+        "intermediate_size": 0,
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": 1.0,
+        **values,
+    },
 }
 
 

@@ -355,6 +355,8 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
 
         def __call__(self, inputs: mx.array, cache: Any = None, **options: Any) -> Any:
             """Compute the logits. The caches of a layer that has several are given one after another."""
+            if cache is None and name == "gemma3n":  # without, layers would compute the keys that they should share
+                cache = self.make_cache()
             for layer_cache in cache or ():
                 if hasattr(layer_cache, "begin_update"):
                     layer_cache.begin_update(*inputs.shape[:2])
@@ -365,10 +367,15 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
 
         def sanitize(self, weights: Weights) -> Weights:
             """Rename and reshape tensors before mlx_lm's own `sanitize`; before and after it, merge an adapter."""
-            weights = self.merge(False, weights)
+            weights = self.merge(False, {n: x for n, x in weights.items() if not n.startswith("model.vision_")})
             if text_only:
-                prefix = "language_model."
-                weights = {prefix + name.removeprefix(prefix): value for name, value in weights.items()}
+                outer, inner = ("model.", "language_model.") if name == "gemma3n" else ("", "language_model.")
+                prefix = outer + inner
+                weights = {prefix + n.removeprefix(prefix).removeprefix(outer): x for n, x in weights.items()}
+            for pattern, new in _RENAMED.get(name, ()):
+                weights = {re.sub(pattern, new, n): x for n, x in weights.items()}
+            if name in _CONVERT:
+                weights = _CONVERT[name](weights)
             if name == "ernie4_5_moe":
                 _check_ernie4_5_moe(weights)
             return self.merge(True, super().sanitize(weights) if hasattr(model_class, "sanitize") else weights)
@@ -381,3 +388,47 @@ def _check_ernie4_5_moe(weights: Weights) -> None:
     for name, value in weights.items():
         if name.endswith("e_score_correction_bias") and mx.any(value != 0).item():
             raise CheckpointError(f"{name} isn't zero, which mlx_lm's ernie4_5_moe doesn't implement")
+
+
+def _gemma3n(weights: Weights) -> Weights:
+    """Layers that use the keys of others: newer files lack projections that mlx_lm's model has, but never uses."""
+    queries, result = "q_proj.weight", dict(weights)
+    for name in (name for name in weights if name.endswith(queries)):
+        for unused in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            first = re.sub(r"layers\.\d{1,9}\.", "layers.0.", name).replace(queries, unused)
+            if first in weights:
+                result.setdefault(name.replace(queries, unused), weights[first])
+    return result
+
+
+def _stack_experts(weights: Weights) -> Weights:
+    """Experts one by one, where mlx_lm expects gate and up projections in one matrix of all experts."""
+    result: Weights = {}
+    stacks: dict[str, dict[int, mx.array]] = {}
+    for name, value in weights.items():
+        if match := re.fullmatch(r"(.+)\.experts\.(\d{1,9})\.(\w+\.weight)", name):
+            stacks.setdefault(f"{match[1]}.switch_mlp.{match[3]}", {})[int(match[2])] = value
+        else:
+            result[name] = value
+    return result | {name: mx.stack([stack[i] for i in range(len(stack))]) for name, stack in stacks.items()}
+
+
+_CONVERT: dict[str, Callable[[Weights], Weights]] = {
+    "gemma3n": _gemma3n,
+    "qwen3_5_moe": _stack_experts,
+}
+# Pattern of a name that transformers saves, and what mlx_lm's model has instead.
+_RENAMED = {
+    "nanochat": (
+        (r"^model\.embed_tokens\.", "transformer.wte."),
+        (r"^model\.layers\.", "transformer.h."),
+        (r"\.self_attn\.([qkv])_proj\.", r".attn.c_\1."),
+        (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
+        (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+        (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+    ),
+    "olmo_hybrid": (
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    ),
+}
