@@ -30,7 +30,7 @@ from mlxlm.model.experts import expert_load
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.checkpoint_saver import CheckpointSaver
-from mlxlm.train.distributed import ProcessGroup, RankLostError
+from mlxlm.backend.process_group import ProcessGroup, RankLostError
 from mlxlm.train.events import (
     Event,
     Failed,

@@ -18,7 +18,7 @@ from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.train.cpu_data_parallel import CPUDataParallel
-from mlxlm.train.distributed import ProcessGroup
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
 
