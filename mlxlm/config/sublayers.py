@@ -24,6 +24,8 @@ class Matrix:
         bias: Whether it has a bias.
         experts: Number of such matrices, one for each expert.
         experts_per_token: How many of them multiply a token.
+        split: Whether processes that share the layer each have a part of its "outputs" or "inputs" (Shoeybi et al. 2019,
+            "Megatron-LM"); None if each has all of it.
     """
 
     module: str
@@ -33,6 +35,7 @@ class Matrix:
     bias: bool
     experts: int = 1
     experts_per_token: int = 1
+    split: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -73,10 +76,10 @@ def attention(c: Config) -> Sublayer:
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
     return Sublayer(
         matrices=(
-            Matrix("self_attn.q_proj", "query", hidden, queries, bias),
-            Matrix("self_attn.k_proj", "key", hidden, keys, bias),
-            Matrix("self_attn.v_proj", "value", hidden, keys, bias),
-            Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
+            Matrix("self_attn.q_proj", "query", hidden, queries, bias, split="outputs"),
+            Matrix("self_attn.k_proj", "key", hidden, keys, bias, split="outputs"),
+            Matrix("self_attn.v_proj", "value", hidden, keys, bias, split="outputs"),
+            Matrix("self_attn.o_proj", "output", queries, hidden, out_bias, split="inputs"),
         ),
         activations=2 * queries + 2 * keys,  # queries, keys, values and attention's output
         norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
@@ -112,11 +115,12 @@ def experts(c: Config) -> Sublayer:
 
 
 def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_per_token: int = 1) -> tuple[Matrix, ...]:
-    gate = ((f"{name}.gate_proj", c.hidden_size, inner),) if c.mlp_gated else ()
-    up_and_down = (f"{name}.up_proj", c.hidden_size, inner), (f"{name}.down_proj", inner, c.hidden_size)
+    hidden = c.hidden_size
+    gate = ((f"{name}.gate_proj", hidden, inner, "outputs"),) if c.mlp_gated else ()
+    up_and_down = (f"{name}.up_proj", hidden, inner, "outputs"), (f"{name}.down_proj", inner, hidden, "inputs")
     return tuple(
-        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token)
-        for module, inputs, outputs in (*gate, *up_and_down)
+        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token, split)
+        for module, inputs, outputs, split in (*gate, *up_and_down)
     )
 
 
