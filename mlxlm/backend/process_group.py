@@ -78,8 +78,13 @@ class ProcessGroup:
         return array if self.size == 1 else mx.distributed.all_sum(array, group=self._group)
 
     def from_rank_0(self, array: mx.array) -> mx.array:
-        """Return rank 0's array on every rank, not evaluated; see `all_sum`."""
-        return self.all_sum(array if self.rank == 0 else mx.zeros_like(array))
+        """Return rank 0's integers or booleans on every rank, not evaluated; see `all_sum`."""
+        if self.size == 1:
+            return array
+        values = array.astype(mx.int32)
+        if self.rank > 0:
+            [values] = mx.depends([mx.zeros_like(values)], [values])  # the sums before it are those of rank 0
+        return self.all_sum(values).astype(array.dtype)
 
     def average(self, tree: Any) -> Any:
         """Return the means over all ranks of a tree of float32 arrays, the same to the bit on each rank, evaluated.
