@@ -10,13 +10,13 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from mlxlm import __version__
 from mlxlm.backend.mlx import eval_arrays, mx, nn
 from mlxlm.utils.errors import MlxlmError, PlatformError
 
@@ -138,7 +138,8 @@ class ProcessGroup:
 
 def versions() -> str:
     """What must be equal on all ranks."""
-    return f"mlxlm {__version__} with MLX {mx.__version__} on a {mx.default_device().type.name.upper()}"
+    version = import_module("mlxlm").__version__
+    return f"mlxlm {version} with MLX {mx.__version__} on a {mx.default_device().type.name.upper()}"
 
 
 def join_process_group() -> ProcessGroup:

@@ -110,6 +110,7 @@ class FileTensor:
             raise CheckpointError(f"{self.path} has become shorter since it was opened") from None
         return mx.array(values).view(self.dtype)
 
+
 UNQUANTIZED_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))  # stored types of unquantized weights
 
 

@@ -27,7 +27,7 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
         ConfigError: It can't be divided.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    kinds = {kind for kind in config.layer_sublayers}
+    kinds = set(config.layer_sublayers)
     if not all(any(matrix.split for matrix in sublayer.matrices) for kind in kinds for sublayer in kind):
         raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
     if config.qk_norm == "projection":

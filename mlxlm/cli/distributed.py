@@ -140,7 +140,8 @@ def hosts_option(command: Callable[..., Any]) -> Callable[..., Any]:
                 launch_processes(hosts, sys.argv[1:])
             return command(**values)
         from mlxlm.backend.process_group import join_process_group
-        from mlxlm.generation.distributed import Workers, run_worker
+        from mlxlm.generation.distributed import run_worker
+        from mlxlm.generation.workers import Workers
 
         with join_process_group() as group, finish_before_sigterm(group.size):
             if group.size == 1:

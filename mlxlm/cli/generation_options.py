@@ -53,7 +53,11 @@ def load_model(model: str, adapter: Path | None = None) -> generation.LoadedMode
     fetch(model)  # before the spinner, since it has a progress bar
     path = os.path.abspath(model) if os.path.exists(model) else model
     with spinner(f"loading {one_line(model)}"):
-        return generation.load(path, adapter) if (workers := current_workers()) is None else workers.load(path, adapter)
+        if (workers := current_workers()) is None:
+            return generation.load(path, adapter)
+        from mlxlm.generation.distributed import load_split
+
+        return load_split(workers, path, adapter)
 
 
 def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:

@@ -24,8 +24,7 @@ class Matrix:
         bias: Whether it has a bias.
         experts: Number of such matrices, one for each expert.
         experts_per_token: How many of them multiply a token.
-        split: Whether processes that share the layer each have a part of its "outputs" or "inputs" (Shoeybi et al. 2019,
-            "Megatron-LM"); None if each has all of it.
+        split: With tensor parallelism, each process has a part of its "outputs" or of its "inputs"; None: all of it.
     """
 
     module: str

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,6 +25,7 @@ from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text import Text, TextStream
+from mlxlm.generation.workers import EngineWorkers
 from mlxlm.utils.errors import DeviceError, GenerationError, MemoryLimitError, MlxlmError, PromptTooLongError
 from mlxlm.utils.formatting import human_bytes
 
@@ -116,7 +117,7 @@ class Engine:
         if not isinstance(kv, KVOptions | None):
             raise GenerationError(f"kv is {kv!r}", "mlxlm.cache.KVOptions.of(size=1024, bits=8)")
         if prefix_cache_dir is not None:
-            lm.check_whole("a folder for the prefix cache")
+            lm.check_whole("prefix cache on disk")
         if speculation is not None:
             lm.check_whole("speculative decoding")
             if not isinstance(speculation, SpeculativeDecoder):
@@ -139,7 +140,9 @@ class Engine:
         self._num_compiling = 0
         self._scheduled = self._closed = self._has_evaluated = False
         self._num_failures = device_thread.num_failures
-        self._workers = lm.workers and lm.workers.add_engine(self)
+        self._workers: EngineWorkers | None = None
+        if lm.workers is not None:
+            self._workers = lm.workers.add_engine(self, kv=asdict(self.kv), batch_size=batch_size, limits=self.limits())
 
     def submit(self, request: Request, *, on_prefill: Callable[[int], None] | None = None) -> TextStream:
         """Begin to generate a text, and return at once.
@@ -266,7 +269,7 @@ class Engine:
         Raises:
             CheckpointError: If something else is at `path`, it can't be written, or caches of this model can't.
         """
-        self.lm.check_whole("a file of keys and values")
+        self.lm.check_whole("prompt cache files")
         self._eval_weights()
 
         def save() -> bool:
@@ -287,7 +290,7 @@ class Engine:
         Raises:
             CheckpointError: For a file that can't be read, or of another model, tokenizer or other cache options.
         """
-        self.lm.check_whole("a file of keys and values")
+        self.lm.check_whole("prompt cache files")
         self._eval_weights()
 
         def load() -> int:
@@ -366,8 +369,10 @@ class Engine:
             new = list(self._inbox)
             self._inbox.clear()
         cancelled = [*self._scheduler.cancelled, *(text.number for text in new if text.cancelled)]
-        if self._workers is not None and not self._workers.step(new, cancelled):
-            return False  # they have ended
+        if self._workers is not None:
+            texts = [{"number": text.number, "limit": text.limit, "request": text.request.to_dict()} for text in new]
+            if not self._workers.step(texts, cancelled):
+                return False
         self._scheduler.waiting.extend(new)
         try:
             busy = self._scheduler.step(cancelled, self._resume if self._workers is None else None)

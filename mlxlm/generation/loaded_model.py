@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend import device
@@ -23,12 +23,10 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.logit_filters import FilterOptions
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.workers import ModelWorkers
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError, GenerationError
 from mlxlm.utils.json_files import read_json_object, write_json
-
-if TYPE_CHECKING:
-    from mlxlm.generation.distributed import ModelWorkers
 
 FILE_NAME = "generation_config.json"
 MAX_EXAMPLE_LENGTH = 200  # characters
@@ -130,7 +128,7 @@ class LoadedModel:
     def check_whole(self, what: str) -> None:
         """Raise GenerationError if other processes have parts of the model: they take no part in `what`."""
         if self.workers is not None:
-            raise GenerationError(f"{what}: not with a model that several processes share", "one machine")
+            raise GenerationError(f"a model that is split over several processes has no {what}", "one machine")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -168,9 +166,7 @@ def eval_weights(model: Any) -> None:
         eval_arrays(model.state)
 
 
-def load(
-    path: Path | str, adapter: Path | str | None = None, process_group: ProcessGroup | None = None
-) -> LoadedModel:
+def load(path: Path | str, adapter: Path | str | None = None, process_group: ProcessGroup | None = None) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Weights in bfloat16 become float16 on M1 and M2, which compute bfloat16 in software, if its range is enough. Models
@@ -182,7 +178,7 @@ def load(
             priority over a name.
         adapter: The folder or hub id of a LoRA or DoRA adapter of PEFT or mlx_lm, which is merged into the weights.
         process_group: Processes that share the model: only the part of this one is loaded, and each call of the model
-            waits for the others. It keeps its dtype. For texts, use `Workers.load`.
+            waits for the others. It keeps its dtype. For texts, use `load_split`.
 
     Returns:
         The model, its weights evaluated, for all other functions.

@@ -92,7 +92,7 @@ def prompt_logprobs(lm: LoadedModel, ids: Sequence[int], top_logprobs: int = 0) 
         GenerationError: For a prompt that is empty, too long or has unknown ids.
     """
     max_new_tokens_for(lm, ids, KVOptions())
-    lm.check_whole("log-probabilities of a prompt")
+    lm.check_whole("log-probabilities of prompts")
     parts = _sampled(lm.model, ids, top_logprobs)
     return [part.read(row, lm.tokenizer.token_bytes) for part in parts for row in range(part.tokens.size)]
 

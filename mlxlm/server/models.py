@@ -20,9 +20,10 @@ from mlxlm.chat.chat_encoder import ChatEncoder, answer_eos_token_ids, chat_enco
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.config import ModelConfig
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
-from mlxlm.generation.distributed import Workers
+from mlxlm.generation.distributed import load_split
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
+from mlxlm.generation.workers import Workers
 from mlxlm.server.downloads import Downloads
 from mlxlm.server.errors import ApiError, invalid, unavailable
 from mlxlm.server.memory import share
@@ -472,7 +473,8 @@ def _describe_loaded(description: ModelDescription, model: ServedModel) -> Model
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
     """Load a model from a path, name of the catalog or hub id."""
     start = time.monotonic()
-    lm = load(path, settings.adapter) if settings.workers is None else settings.workers.load(path, settings.adapter)
+    workers, adapter = settings.workers, settings.adapter
+    lm = load(path, adapter) if workers is None else load_split(workers, path, adapter)
     return ServedModel(name, lm, settings, time.monotonic() - start)
 
 

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from contextlib import closing
 from itertools import count
 
-from mlxlm import __version__
 from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.backend.process_group import ProcessGroup, versions
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.model import Decoder
-from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import DataError, PlatformError

@@ -1,15 +1,12 @@
-"""Parts of checkpoints for several processes: the logits of all parts together, what each reads, what can't be split."""
+"""Parts of checkpoints for several processes: their logits together, what each reads, and what can't be split."""
 
 import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import make_cache
-from mlxlm.checkpoint import open_checkpoint
-from mlxlm.checkpoint.tensor_parallel import split_checkpoint, split_config
 from mlxlm.config import ModelConfig
-from mlxlm.utils.errors import CheckpointError, ConfigError
-from tests.small_models import arrays_of, in_memory, random_decoder, write_folder
+from tests.small_models import arrays_of, in_memory, random_decoder
 from tests.split_model import run_split
 
 BASE = {

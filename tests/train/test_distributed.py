@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from mlxlm.backend.mlx import mx
+from mlxlm.backend.process_group import ProcessGroup, join_process_group, versions
 from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.families import config_to_hf
 from mlxlm.train import Run
-from mlxlm.backend.process_group import ProcessGroup, join_process_group, versions
 from mlxlm.train.worker import run_worker
 from mlxlm.utils.errors import DataError, PlatformError
 from tests.paths import ROOT
