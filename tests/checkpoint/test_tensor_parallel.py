@@ -5,8 +5,15 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import make_cache
+from mlxlm.checkpoint import open_checkpoint
+from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.safetensors import _LazyArrays
+from mlxlm.checkpoint.tensor_parallel import split_checkpoint
 from mlxlm.config import ModelConfig
-from tests.small_models import arrays_of, in_memory, random_decoder
+from mlxlm.config.tensor_parallel import split_config
+from mlxlm.utils.errors import CheckpointError, ConfigError
+from tests.quantized_weights import quantized_weights
+from tests.small_models import arrays_of, in_memory, random_decoder, write_folder
 from tests.split_model import run_split
 
 BASE = {
@@ -48,5 +55,77 @@ def test_the_parts_give_the_logits_of_the_whole(kind, size):
     """Four processes share two key-value heads."""
     model = random_model(**KINDS[kind])
     whole = logits_of(model)
-    for part in run_split(in_memory(model), size, logits_of):
+    for part in run_split(lambda: in_memory(model), size, logits_of):
         np.testing.assert_allclose(part, whole, rtol=0, atol=1e-4 * whole.std())
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_process_reads_its_part_of_the_file(bits, tmp_path, monkeypatch):
+    model = random_model(attention_bias=True)
+    weights, config = arrays_of(model), {}
+    if bits is not None:
+        weights, quantization = quantized_weights(model, bits, 32)
+        config["quantization"] = quantization
+    folder = write_folder(tmp_path / "model", weights, model.config, **config)
+    whole = open_checkpoint(folder)
+    expected = logits_of(load_checkpoint(whole)[0])
+    sizes = {name: tensor.nbytes for name, tensor in whole.tensors.items()}
+    split = {name for name in sizes if "_proj" in name and not name.endswith("o_proj.bias")}
+    part = split_checkpoint(whole, 1, 2)
+    assert {name for name, tensor in part.tensors.items() if tensor.nbytes < sizes[name]} == split
+    assert all(part.tensors[name].nbytes == sizes[name] // 2 for name in split)
+    monkeypatch.setattr("mlxlm.checkpoint.safetensors._LazyArrays.read", read := Recorder(_LazyArrays.read))
+    for logits in run_split(lambda: open_checkpoint(folder), 2, logits_of):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * expected.std())
+    assert read.names and not read.names & split
+
+
+class Recorder:
+    """A method that notes the names of the tensors it reads."""
+
+    def __init__(self, method):
+        self.method, self.names = method, set()
+
+    def __get__(self, owner, _type):
+        return lambda name: self.names.add(name) or self.method(owner, name)
+
+
+def test_biases_of_sums_are_added_once():
+    model = random_model(**KINDS["biases"])
+    parts = [split_checkpoint(in_memory(model), rank, 2).tensors for rank in range(2)]
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        first, second = (part[f"model.layers.0.{name}.bias"].read() for part in parts)
+        assert mx.array_equal(first, arrays_of(model)[f"model.layers.0.{name}.bias"]) and not second.any().item()
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "expected"),
+    [
+        ({}, 3, r"3 processes can't share num_attention_heads 4, intermediate_size 128, .* equally \(try: 2\)"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}, 4, r"heads 6, .*\(try: 2\)"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, 2, "num_key_value_heads 3"),
+        ({**EXPERTS, "moe_intermediate_size": 33}, 2, r"moe_intermediate_size 33 equally \(try: one machine\)"),
+        ({"qk_norm": "projection"}, 2, "norms of llama over the queries of all heads"),
+    ],
+)
+def test_what_processes_cannot_share(fields, size, expected):
+    with pytest.raises(ConfigError, match=expected):
+        split_config(ModelConfig(**{**BASE, **fields}), size)
+
+
+def test_groups_of_quantized_inputs_stay_whole(tmp_path):
+    model = random_model(intermediate_size=96)
+    weights, quantization = quantized_weights(model, 4, 32)
+    folder = write_folder(tmp_path / "model", weights, model.config, quantization=quantization)
+    problem = r"mlp.down_proj.scales is \[64, 3\], whose groups of quantized inputs 2 processes can't share equally"
+    with pytest.raises(CheckpointError, match=problem):
+        split_checkpoint(open_checkpoint(folder), 0, 2)
+
+
+def test_a_file_that_has_become_shorter(tmp_path):
+    folder = write_folder(tmp_path / "model", random_model(), ModelConfig(**BASE))
+    part = split_checkpoint(open_checkpoint(folder), 0, 2).tensors
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(CheckpointError, match="has become shorter"):
+        part["model.layers.1.self_attn.q_proj.weight"].read()
