@@ -33,6 +33,7 @@ from mlxlm.utils.errors import PlatformError
 _HEARTBEAT = 2.0  # seconds
 _TIMEOUT = 20.0  # seconds without a heartbeat, after which a process is lost
 _CONNECT_TIMEOUT = 60.0
+_GRACE = 1.0  # seconds in which a connection says that a rank is gone, before the error of a sum does
 _MAX_LINE = 1 << 28  # bytes of a message
 
 Lost = Callable[[str], None]
@@ -198,6 +199,7 @@ class EngineWorkers:
 
     def fail(self, error: BaseException) -> None:
         """End all ranks: this one hasn't finished a step that the others have."""
+        time.sleep(_GRACE)
         self.workers.on_lost(describe_error(error) if isinstance(error, Exception) else repr(error))
 
 
