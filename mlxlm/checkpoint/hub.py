@@ -12,7 +12,7 @@ import fcntl
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,48 @@ def download_config(id: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{id} has no config.json", f"mlxlm models pull {id}, if it has GGUF files")
     return folder / "config.json"
+
+
+def upload(
+    files: Mapping[str, Path], defaults: Mapping[str, bytes], id: str, *, private: bool, replaced: str
+) -> str:
+    """Upload files in one commit, to a new repository or to an existing one.
+
+    Args:
+        files: Name in the repository -> file.
+        defaults: Name -> content of files that the repository gets if it has none of that name.
+        id: `owner/name`.
+        private: Whether a new repository is private.
+        replaced: Pattern of files that the commit deletes if they aren't among `files`.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        CheckpointError: The files can't be uploaded, with a hint.
+    """
+    if platform.is_offline():
+        raise CheckpointError(f"{id} can't be uploaded: downloads and uploads are off", platform.ALLOW_DOWNLOADS)
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
+
+    api = HfApi()
+    try:
+        url = api.create_repo(id, private=private, exist_ok=True)
+        present = api.list_repo_files(id)
+        operations: list[Any] = [CommitOperationAdd(name, path) for name, path in files.items()]
+        operations += [CommitOperationAdd(*default) for default in defaults.items() if default[0] not in present]
+        operations += [CommitOperationDelete(n) for n in fnmatch.filter(present, replaced) if n not in files]
+        api.create_commit(id, operations, commit_message="Upload with mlxlm")
+        return str(url)
+    except errors.LocalTokenNotFoundError:
+        raise CheckpointError("uploading needs a token of the hub", "hf auth login") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        hint = "hf auth login, with a token that can write" if status in (401, 403) else None
+        problem = error.server_message or f"the hub answered with status {status}"
+        raise CheckpointError(f"{id} can't be uploaded: {' '.join(problem.split())}", hint) from None
+    except Exception as error:  # whatever its HTTP client raises
+        raise CheckpointError(f"{id} can't be uploaded: {' '.join(str(error).split())}") from None
 
 
 def is_reachable() -> bool:

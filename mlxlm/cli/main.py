@@ -49,6 +49,7 @@ GROUPS = {
         "quantize": "Quantize a model, and report the loss of quality.",
         "inspect": "Show format, architecture and size of a checkpoint.",
         "compare": "Compare two models: outputs, layers and weights.",
+        "upload": "Upload a model to the Hugging Face hub.",
     },
     "Research": {
         "plan": "Estimate parameters, FLOPs, memory, time and disk.",

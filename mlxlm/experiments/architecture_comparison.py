@@ -320,7 +320,7 @@ def _result(variant: Variant, run: Run) -> Result:
 
     first = {name: history.steps[name][0] for name in ("tokens", "seconds") if history.steps[name]}
     seconds = last("seconds") - first.get("seconds", 0.0)
-    _, loss, bits_per_byte = history.best or (None, None, None)
+    best = history.best
     memory = [event.get("memory") for event in history.events if event["event"] == "finished"]
     return Result(
         name=variant.name,
@@ -334,7 +334,7 @@ def _result(variant: Variant, run: Run) -> Result:
         seconds=last("seconds"),
         tokens_per_second=(last("tokens") - first.get("tokens", 0.0)) / seconds if seconds > 0 else 0.0,
         memory=memory[-1] if memory else None,
-        loss=loss,
-        bits_per_byte=bits_per_byte,
+        loss=best and best.loss,
+        bits_per_byte=best and best.bits_per_byte,
         finished=is_finished(run),
     )

@@ -161,7 +161,7 @@ class Grid(Sweep):
         for planned, run in self.started_runs():
             validations = read_run(run.path).validations
             if validations and is_finished(run):
-                points.append(ScalingPoint(planned.parameters, planned.tokens, validations[-1][1]))
+                points.append(ScalingPoint(planned.parameters, planned.tokens, validations[-1].loss))
         return points
 
     def seconds_left(self, number: int) -> float:

@@ -12,7 +12,7 @@ from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mlxlm.config.quantization import BITS, GROUP_SIZES, RECIPES, Format
-    from mlxlm.quantize.pipeline import PLOT_FILE, REPORT_FILE, quantize
+    from mlxlm.quantize.pipeline import quantize
     from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
     from mlxlm.quantize.settings import METHODS, QuantizationSettings
 
@@ -20,9 +20,7 @@ __all__ = [
     "BITS",
     "GROUP_SIZES",
     "METHODS",
-    "PLOT_FILE",
     "RECIPES",
-    "REPORT_FILE",
     "Format",
     "QuantizationMetrics",
     "QuantizationReport",

@@ -15,6 +15,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, limit_buffer_cache, mx
 from mlxlm.checkpoint.huggingface import copy_tokenizer, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_of, with_read_progress
+from mlxlm.checkpoint.locations import QUANTIZATION_PLOT, QUANTIZATION_REPORT
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config.quantization import GROUP_SIZES
@@ -34,7 +35,6 @@ from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists
 from mlxlm.utils.json_files import write_json
 
-REPORT_FILE, PLOT_FILE = "quantization.json", "quantization.png"
 _SCRATCH = ".scratch"
 _FEW_TOKENS = 256  # a mean over fewer tokens says little
 _PROMPT_TOKENS, _GREEDY_TOKENS = 16, 32
@@ -126,8 +126,8 @@ def quantize(
             checks=checks,
             warnings=[*_warnings(model.checkpoint.tensors, texts.evaluation), *warnings],
         )
-        write_json(folder / REPORT_FILE, report.to_dict())
-        plot_quantization(report, folder / PLOT_FILE)
+        write_json(folder / QUANTIZATION_REPORT, report.to_dict())
+        plot_quantization(report, folder / QUANTIZATION_PLOT)
     return report
 
 

@@ -49,7 +49,8 @@ def _formatted(value: float, unit: Callable[[float], str]) -> str:
 
 
 def _summary(run: RunHistory) -> str:
-    best = f", best {run.best[2]:.4f} bits per byte" if run.best and not math.isnan(run.best[2]) else ""
+    bits = run.best.bits_per_byte if run.best else math.nan
+    best = "" if math.isnan(bits) else f", best {bits:.4f} bits per byte"
     return f"{_formatted(run.parameters, human_count)} parameters, {run.state} at step {_last_step(run)}{best}"
 
 
@@ -60,7 +61,7 @@ def _last_step(run: RunHistory) -> int:
 def _results(run: RunHistory) -> dict[str, Any]:
     speeds = sorted(v for v in run.steps["tokens_per_second"] if v > 0)
     memory = [v for v in run.steps["memory"] if not math.isnan(v)]
-    at, loss, bits = run.best or (_MISSING, math.nan, math.nan)
+    at, loss, bits, _ = run.best or (_MISSING, math.nan, math.nan, math.nan)
     return {
         "run": run.name,
         "state": run.state,
@@ -80,9 +81,13 @@ def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     def metric(name: str) -> Callable[[RunHistory, int, str], list[Series]]:
         return lambda run, i, axis: [_metric_curve(run, i, axis, name)]
 
+    def validation(field: str) -> Callable[[RunHistory, int, str], list[Series]]:
+        return lambda run, i, axis: [_validation_curve(run, i, axis, field)]
+
     return [
         _figure(runs, "loss (nats per token)", _loss_curves, wide=True),
-        _figure(runs, "validation (bits per byte)", _validation_curves),
+        _figure(runs, "validation (bits per byte)", validation("bits_per_byte")),
+        _figure(runs, "tokens of the busiest expert, relative to the mean", validation("expert_load")),
         _figure(runs, "learning rate", metric("learning_rate"), from_zero=True),
         _figure(runs, "gradient norm", metric("grad_norm")),
         _figure(runs, "tokens per second", metric("tokens_per_second"), from_zero=True),
@@ -98,16 +103,16 @@ def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = 
 
 
 def _loss_curves(run: RunHistory, i: int, axis: str) -> list[Series]:
-    validation = [(run.x_at_step(axis, step), loss) for step, loss, _ in run.validations]
     return [
         _metric_curve(run, i, axis, "loss", "faint", " each step"),
         _metric_curve(run, i, axis, "smoothed", "line", " smoothed"),
-        Series(f"{run.name} validation", validation, i, "dots", "validation"),
+        _validation_curve(run, i, axis, "loss", " validation"),
     ]
 
 
-def _validation_curves(run: RunHistory, i: int, axis: str) -> list[Series]:
-    return [Series(run.name, [(run.x_at_step(axis, step), bits) for step, _, bits in run.validations], i, "dots")]
+def _validation_curve(run: RunHistory, i: int, axis: str, field: str, name: str = "") -> Series:
+    points = [(run.x_at_step(axis, v.step), getattr(v, field)) for v in run.validations]
+    return Series(f"{run.name}{name}", points, i, "dots", name.strip())
 
 
 def _figure(

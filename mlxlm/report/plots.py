@@ -26,8 +26,8 @@ def plot_losses(run: RunHistory, path: Path) -> None:
     count_axis(axes.xaxis)
     axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
     if run.best:
-        _, loss, bits = run.best
-        points = [(run.x_at_step("tokens", step), loss) for step, loss, _ in run.validations]
+        _, loss, bits, _ = run.best
+        points = [(run.x_at_step("tokens", step), loss) for step, loss, _, _ in run.validations]
         label = f"validation (best {loss:.3f} = {bits:.3f} bits per byte)"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
@@ -53,8 +53,8 @@ def plot_runs(runs: Mapping[str, RunHistory], path: Path) -> None:
         _plot(training, points, color=color, lw=1.3)
         losses += [loss for _, loss in points[len(points) // 10 :]]
         label = name.replace("$", r"\$")  # which would start a formula
-        label += f": {run.best[2]:.4f}" if run.best else ""
-        points = [(run.x_at_step("tokens", step), bits) for step, _, bits in run.validations]
+        label += f": {run.best.bits_per_byte:.4f}" if run.best else ""
+        points = [(run.x_at_step("tokens", step), bits) for step, _, bits, _ in run.validations]
         _plot(validation, points, "o-", ms=3, color=color, label=label)
     if losses:
         losses.sort()

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxlm.checkpoint.locations import RUN_FILE
 from mlxlm.data.manifest import MANIFEST_FILE
@@ -23,6 +23,22 @@ _END_EVENTS = ("stopped", "failed", "finished")
 _SHOWN_EVENTS = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_END_EVENTS)
 
 
+class LoggedValidation(NamedTuple):
+    """A validation in the log. Missing values are NaN.
+
+    Attributes:
+        step: The step after which it ran.
+        loss: Nats per token.
+        bits_per_byte: The same, per byte of text.
+        expert_load: Tokens of the busiest expert relative to the mean, of a mixture of experts.
+    """
+
+    step: int
+    loss: float
+    bits_per_byte: float
+    expert_load: float
+
+
 @dataclass
 class RunHistory:
     """The log, settings, model and data of a run.
@@ -34,7 +50,7 @@ class RunHistory:
         model: The model's configuration.
         data: Sizes of the splits.
         steps: A column for each of `METRICS`, "step" and "smoothed" (the smoothed loss); missing values are NaN.
-        validations: (step, loss, bits per byte).
+        validations: In the order of the log.
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
         num_saved: Checkpoints saved.
@@ -46,15 +62,15 @@ class RunHistory:
     model: dict[str, Any]
     data: dict[str, Any]
     steps: dict[str, array[float]] = field(default_factory=dict)
-    validations: list[tuple[int, float, float]] = field(default_factory=list)
+    validations: list[LoggedValidation] = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     num_saved: int = 0
 
     @property
-    def best(self) -> tuple[int, float, float] | None:
+    def best(self) -> LoggedValidation | None:
         """The validation with the lowest loss."""
-        return min(self.validations, key=lambda v: v[1], default=None)
+        return min(self.validations, key=lambda v: v.loss, default=None)
 
     @property
     def parameters(self) -> float:
@@ -126,7 +142,8 @@ def _read_log(history: RunHistory, path: Path) -> None:
             for name in METRICS:
                 columns[name].append(number(entry.get(name)))
         elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
-            history.validations.append((step, loss, number(entry.get("bits_per_byte"))))
+            bits_per_byte, load = number(entry.get("bits_per_byte")), number(entry.get("expert_load"))
+            history.validations.append(LoggedValidation(step, loss, bits_per_byte, load))
         elif kind == "sample":
             history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
         elif kind == "checkpoint_saved":

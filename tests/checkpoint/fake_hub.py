@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -18,6 +19,7 @@ class FakeHub:
         self.files, self.stall_after = files, stall_after
         self.etags: dict[str, str] = {}  # where they aren't the SHA-256 of the content
         self.ranges: list[str] = []
+        self.created: list[dict] = []  # requests for new repositories
         self.stalled, self._closed = threading.Event(), threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -39,6 +41,28 @@ class FakeHub:
             def do_GET(self):
                 self.answer(with_body=True)
 
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Authorization") != "Bearer hf_token":
+                    self.send_json({"error": "Invalid username or password."}, status=401)
+                elif self.path == "/api/repos/create":
+                    hub.created.append(json.loads(body))
+                    self.send_json({"url": f"{hub.endpoint}/owner/name", "id": "owner/name"})
+                elif self.path == "/api/validate-yaml":
+                    self.send_json({"errors": [], "warnings": []})
+                elif "/preupload/" in self.path:
+                    names = [file["path"] for file in json.loads(body)["files"]]
+                    modes = {"uploadMode": "regular", "shouldIgnore": False}
+                    self.send_json({"files": [{"path": name, **modes} for name in names]})
+                elif "/commit/" in self.path:
+                    for line in map(json.loads, body.splitlines()):
+                        if line["key"] == "file":
+                            hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                        elif line["key"] == "deletedFile":
+                            del hub.files[line["value"]["path"]]
+                    url = f"{hub.endpoint}/owner/name/commit/{COMMIT}"
+                    self.send_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
+
             def answer(self, with_body):
                 name = re.fullmatch(r"/[^/]+/[^/]+/resolve/[^/]+/(.+)", self.path)
                 if name is not None:
@@ -54,13 +78,13 @@ class FakeHub:
                 else:
                     self.send_json({})
 
-            def send_json(self, value):
+            def send_json(self, value, status=200):
                 body = json.dumps(value).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                if self.command == "GET":
+                if self.command != "HEAD":
                     self.wfile.write(body)
 
             def send_file(self, name, with_body):

