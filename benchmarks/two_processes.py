@@ -30,13 +30,13 @@ BATCH, LENGTH, BATCHES = 8, 256, 2
 def work(name: str) -> None:
     """Train in this process: rank 0 reads how many steps to do, and prints tokens per second."""
     import numpy as np
+    from mlxlm.train.distributed import join_process_group
 
     from mlxlm.backend.mlx import mx
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
     from mlxlm.train import TrainSettings
-    from mlxlm.train.distributed import join_process_group
     from mlxlm.train.step import TrainStep
 
     config = ModelConfig(tie_word_embeddings=True, **SHAPES[name])

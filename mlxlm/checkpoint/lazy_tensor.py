@@ -54,12 +54,62 @@ class LazyTensor:
             read=lambda: function(read()),
         )
 
+    def part(self, axis: int, index: int, count: int) -> LazyTensor:
+        """Return part `index` of `count` equal parts along `axis`. Of a tensor in a file, only that part is read."""
+        size = self.shape[axis] // count
+        where = (*[slice(None)] * (axis % len(self.shape)), slice(index * size, (index + 1) * size))
+        shape = tuple(size if i == axis % len(self.shape) else n for i, n in enumerate(self.shape))
+        whole = self.read
+
+        def read() -> mx.array:
+            if isinstance(whole, FileTensor):
+                return whole.read_part(where)
+            value = mx.contiguous(whole()[where])
+            mx.eval(value)  # a lazy one would keep the whole tensor until it is used
+            return value
+
+        return replace(self, shape=shape, nbytes=self.nbytes // count, read=read)
+
     def astype(self, dtype: mx.Dtype) -> LazyTensor:
         """Return a tensor that converts the array to `dtype`."""
         return self if dtype == self.dtype else self.transform(lambda value: value.astype(dtype), dtype=dtype)
 
 
 LazyTensors = Mapping[str, LazyTensor]
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Reads a tensor of a file, or a part of it.
+
+    Attributes:
+        path: The file, in which the tensor's values are contiguous.
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+        offset: Where its values begin, in bytes.
+        read: Returns all of it, lazily.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    offset: int
+    read: Callable[[], mx.array]
+
+    def __call__(self) -> mx.array:
+        """Return the whole tensor, lazily."""
+        return self.read()
+
+    def read_part(self, where: tuple[slice, ...]) -> mx.array:
+        """Return the values at `where`. Raises CheckpointError if the file has become shorter."""
+        unsigned = np.dtype(f"u{self.dtype.size}")
+        try:
+            with os_errors_as(CheckpointError, "read", self.path):
+                values = np.memmap(self.path, unsigned, "r", self.offset, self.shape)[where]
+        except ValueError:
+            raise CheckpointError(f"{self.path} has become shorter since it was opened") from None
+        return mx.array(values).view(self.dtype)
+
 
 UNQUANTIZED_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))  # stored types of unquantized weights
 

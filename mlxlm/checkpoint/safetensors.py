@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, bits_of, lazy_tensor, max_abs
+from mlxlm.checkpoint.lazy_tensor import FileTensor, LazyTensor, LazyTensors, bits_of, lazy_tensor, max_abs
 from mlxlm.checkpoint.locations import MODEL_FILE, SAFETENSORS_INDEX
 from mlxlm.checkpoint.sharded import sharded_tensors
 from mlxlm.utils.bounded_reads import open_regular
@@ -61,7 +61,7 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         length = int.from_bytes(file.read(8), "little")
     if _MAX_HEADER < length < path.stat().st_size:
         raise CheckpointError(f"{path}: the header has {length} bytes, at most {_MAX_HEADER} are possible")
-    arrays = _LazyArrays(path)
+    arrays, offset = _LazyArrays(path), 8 + length
     tensors = {}
     try:
         with safe_open(path, "numpy") as reader:
@@ -80,7 +80,9 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= 2**31:
             raise CheckpointError(f"{path}: tensor {name} has an impossible shape: {short_repr(list(shape))}")
         nbytes = math.prod(shape) * dtype.size
-        tensors[name] = LazyTensor(shape, dtype, stored_dtype, nbytes, partial(arrays.read, name))
+        read = FileTensor(path, shape, dtype, offset, partial(arrays.read, name))
+        tensors[name] = LazyTensor(shape, dtype, stored_dtype, nbytes, read)
+        offset += nbytes  # the format has no gaps
     return tensors, metadata
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cache.options import KVOptions
+from mlxlm.cli.distributed import hosts_option
 from mlxlm.cli.generation_options import (
     Speculation,
     given_options,
@@ -88,6 +89,7 @@ _display = partial(option, "Display")
 @sampling_options(without=["logprobs", "max_tokens"])
 @kv_options
 @speculation_options
+@hosts_option
 def chat(
     model: str | None,
     prompt: str | None,

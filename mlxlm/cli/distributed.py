@@ -1,13 +1,14 @@
-"""Trains in several processes: `--hosts` and `--num-processes` run this command on each host with `mlx.launch`.
+"""Runs a command in several processes: `--hosts` and `--num-processes` start it on each host with `mlx.launch`.
 
-`mlx.launch` returns no exit code and, at Ctrl-C, no output. So rank 0, which is a process of this machine, leaves its
-process id and its exit code in files, and signals go to it alone: it saves, and ends the others.
+Rank 0 is this process, which keeps the terminal, its signals and its exit code. `mlx.launch` also starts a process for
+rank 0, which hands over its environment, and waits until this one has ended: then `mlx.launch` ends, too.
 
 As a module this is what `mlx.launch` starts on each host.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -17,61 +18,74 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import click
 
 from mlxlm.backend import platform
-from mlxlm.cli.stop_signals import on_stop_signal
-from mlxlm.utils.child_python import python_command, python_environment
+from mlxlm.cli.options import option
+from mlxlm.utils.child_python import python_command, python_environment, replace_process
 from mlxlm.utils.errors import ConfigError, PlatformError
 
 _LOCALHOST = "127.0.0.1"  # the host that mlx.launch starts without ssh
-_PID, _EXIT_CODE = "pid", "exit"  # files of rank 0
+_ENVIRONMENT, _ALIVE = "environment.json", "alive"  # of rank 0; a pipe that this process has open until it ends
+_RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+_HOSTS = "Split MODEL over these machines, this one first; or an MLX hostfile."
 
 
-def launch_processes(hosts: str | int, args: list[str]) -> int:
-    """Run `mlxlm ARGS` in several processes, and return the exit code of rank 0.
+def is_launched() -> bool:
+    """Whether this is one of several processes already."""
+    return any(name in os.environ for name in _RANK_VARIABLES)
 
-    The first signal lets rank 0 finish its step, the second ends it at once, and the third kills all processes.
+
+def launch_processes(hosts: str | int, args: list[str]) -> NoReturn:
+    """Start `mlxlm ARGS` on the other hosts, and replace this process by rank 0.
 
     Args:
         hosts: The number of processes on this machine; or names of hosts, see `make_hostfile`; or a hostfile.
         args: The command line.
+
+    Raises:
+        ConfigError, PlatformError: The processes can't be started.
     """
-    sharing = hosts if isinstance(hosts, int) else 1  # processes that share this machine
     with tempfile.TemporaryDirectory(prefix="mlxlm-") as folder:
         hostfile = Path(folder, "hosts.json")
         if isinstance(hosts, str) and Path(hosts).is_file():
-            hostfile = Path(hosts)
+            hostfile, sharing = Path(hosts), 1
         else:
-            names = [_LOCALHOST] * hosts if isinstance(hosts, int) else hosts.split(",")
-            hostfile.write_text(json.dumps(make_hostfile(names)))
-        command = [*_mlx_launch(hostfile, sharing), *python_command("-m", __name__, folder, str(sharing), *args)]
-        process = subprocess.Popen(command, env=python_environment(), stdin=subprocess.PIPE, start_new_session=True)
-        assert process.stdin is not None
-        signals: list[int] = []
-
-        def forward(number: int, _frame: object) -> None:
-            if number == signal.SIGHUP and signals:  # the end of a terminal is signaled more than once
-                return
-            signals.append(number)
+            content = make_hostfile([_LOCALHOST] * hosts if isinstance(hosts, int) else hosts.split(","))
+            hostfile.write_text(json.dumps(content))
+            sharing = sum(host["ssh"] == _LOCALHOST for host in content)
+        os.mkfifo(Path(folder, _ALIVE))
+        alive = os.open(Path(folder, _ALIVE), os.O_RDWR)
+        ranks = python_command("-m", __name__, folder, str(sharing), *args)
+        process = subprocess.Popen(
+            [*_mlx_launch(hostfile, sharing), *ranks],
+            env=python_environment(),
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            start_new_session=True,  # Ctrl-C goes to rank 0 alone
+        )
+        try:
+            while not Path(folder, _ENVIRONMENT).exists():
+                if process.poll() is not None:
+                    raise PlatformError("mlx.launch has ended, see its message above", "mlx.launch --verbose")
+                time.sleep(0.02)
+            changes = json.loads(Path(folder, _ENVIRONMENT).read_text())
+        except BaseException:
             with suppress(ProcessLookupError):
-                if len(signals) > 2 or not Path(folder, _PID).exists():
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    os.kill(int(Path(folder, _PID).read_text()), number)
-
-        with on_stop_signal(forward):
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1)
-                with suppress(OSError):  # mlx.launch keeps a core busy until it can't write to the processes
-                    os.write(process.stdin.fileno(), b"\n")
-        code = Path(folder, _EXIT_CODE)
-        return int(code.read_text()) if code.exists() else 1
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.stdin is not None
+    for descriptor in (alive, process.stdin.fileno()):
+        os.set_inheritable(descriptor, True)
+    replace_process("-m", __name__, str(process.stdin.fileno()), str(sharing), *args, changes=changes)
 
 
 def make_hostfile(names: list[str]) -> list[dict[str, Any]]:
@@ -110,20 +124,62 @@ def _mlx_launch(hostfile: Path, sharing: int) -> list[str]:
     port = 20_000 + secrets.randbelow(12_000)  # not the default, which another run may have
     threads = max(1, platform.cpu_cores() // sharing)
     env = [f"{name}={threads}" for name in _THREAD_VARIABLES if sharing > 1 and name not in os.environ]
+    env += ["MLX_METAL_FAST_SYNCH=1"]  # a GPU then waits for sums without the system, as MLX's documentation advises
     backend = [] if hostfile.read_bytes().lstrip().startswith(b"{") else ["--backend", "ring"]  # or in the hostfile
     options = [option for variable in env for option in ("--env", variable)]
     return [program, "--hostfile", str(hostfile), *backend, "--starting-port", str(port), *options, "--"]
 
 
-def strip_options(args: list[str], flags: tuple[str, ...]) -> list[str]:
-    """Return a command line without these options, which take a value each."""
-    remaining, rest = [], iter(args)
-    for arg in rest:
-        if arg in flags:
-            next(rest, None)
-        elif not arg.startswith(tuple(f"{flag}=" for flag in flags)):
-            remaining.append(arg)
-    return remaining
+def hosts_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--hosts` to a command that generates text: the other processes follow this one, see `load_model`."""
+
+    @functools.wraps(command)
+    def with_option(*, hosts: str | None, **values: Any) -> Any:
+        if not is_launched():
+            if hosts is not None:
+                launch_processes(hosts, sys.argv[1:])
+            return command(**values)
+        from mlxlm.backend.process_group import join_process_group
+        from mlxlm.generation.distributed import run_worker
+        from mlxlm.generation.workers import Workers
+
+        with join_process_group() as group, finish_before_sigterm(group.size):
+            if group.size == 1:
+                return command(**values)
+            if group.rank > 0:
+                return run_worker(group, _end)
+            with Workers(group, _end) as workers:
+                click.get_current_context().meta[_WORKERS] = workers
+                return command(**values)
+
+    return option("Memory and speed", "--hosts", str, _HOSTS, metavar="A,B,...", advanced=True)(with_option)
+
+
+_WORKERS = "mlxlm.workers"
+
+
+def current_workers() -> Any:
+    """The `Workers` of the command; None without `--hosts`."""
+    context = click.get_current_context(silent=True)
+    return context and context.meta.get(_WORKERS)
+
+
+def _end(message: str) -> None:
+    """End the process, which may wait for another one forever. A terminal gets the settings back that it had."""
+    from mlxlm.cli.main import print_error
+
+    print_error(PlatformError(message))
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    if _terminal:
+        import termios
+
+        with suppress(termios.error):
+            termios.tcsetattr(0, termios.TCSANOW, _terminal)
+    os._exit(1)
+
+
+_terminal: list[Any] = []
 
 
 @contextmanager
@@ -137,28 +193,48 @@ def finish_before_sigterm(num_processes: int) -> Iterator[None]:
         raise
 
 
-def _main() -> int:
+def _main() -> NoReturn:
+    folder, num_local, *args = sys.argv[1:]
+    rank, sharing = int(os.environ["MLX_RANK"]), int(num_local)
+    if folder.isdigit():  # rank 0 in place of the process that was started: the input of mlx.launch
+        threading.Thread(target=_calm_launcher, args=[int(folder)], daemon=True).start()
+        if os.isatty(0):
+            import termios
+
+            _terminal.extend(termios.tcgetattr(0))
+    else:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that mlx.launch can't write to this process
+        if rank == 0:
+            _hand_over(Path(folder))
     from mlxlm.backend import device
     from mlxlm.cli.main import main
 
-    folder, num_local, *args = sys.argv[1:]
-    rank, sharing = int(os.environ["MLX_RANK"]), int(num_local)
-    if rank == 0:
-        Path(folder, _PID).write_text(str(os.getpid()))
     device.split_memory_between(sharing)
     if sharing > 1 and sys.platform == "linux":  # else each divides its batches among all cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[rank::sharing] or [cores[rank % len(cores)]])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that mlx.launch can't write to this process
-    code = 1
-    try:
-        main(args)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    if rank == 0:
-        Path(folder, _EXIT_CODE).write_text(str(code))
-    return 0 if code > 128 else code  # if one fails, mlx.launch ends the others, but a stopped run ends by itself
+    sys.argv[1:] = args
+    main(args)
+    raise AssertionError  # main exits
+
+
+def _hand_over(folder: Path) -> NoReturn:
+    """Give rank 0 the environment that mlx.launch has made, and wait for its end."""
+    with open(folder / _ALIVE) as alive:
+        written = folder / f"{_ENVIRONMENT}.part"
+        written.write_text(json.dumps(dict(os.environ)))
+        written.rename(folder / _ENVIRONMENT)
+        alive.read()
+    sys.exit(0)
+
+
+def _calm_launcher(descriptor: int) -> None:
+    """Write to the processes through mlx.launch, which keeps a core busy until it has found that it can't."""
+    with suppress(OSError):
+        while True:
+            os.write(descriptor, b"\n")
+            time.sleep(1)
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()

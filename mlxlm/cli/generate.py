@@ -15,6 +15,7 @@ import click
 from mlxlm import generation
 from mlxlm.cache.options import KVOptions
 from mlxlm.cli import render
+from mlxlm.cli.distributed import hosts_option
 from mlxlm.cli.generation_options import (
     CONSTRAINT_HINTS,
     Speculation,
@@ -65,6 +66,7 @@ _memory = partial(option, "Memory and speed")
 @kv_options
 @_memory("--prompt-cache-file", str, _PROMPT_CACHE, metavar="FILE", advanced=True)
 @speculation_options
+@hosts_option
 @_memory("--batch-size", click.IntRange(1), _BATCH_SIZE, advanced=True)
 def generate(
     model: str,

@@ -16,6 +16,7 @@ import click
 from mlxlm import generation
 from mlxlm.cache.options import KVOptions
 from mlxlm.checkpoint.download import fetch
+from mlxlm.cli.distributed import current_workers
 from mlxlm.cli.options import MODEL, add_options, field_option, is_given, option
 from mlxlm.cli.render import spinner
 from mlxlm.config.option import declaration, options_of
@@ -50,8 +51,13 @@ def load_model(model: str, adapter: Path | None = None) -> generation.LoadedMode
     A path is made absolute, because sessions and caches store it and may be used from another folder.
     """
     fetch(model)  # before the spinner, since it has a progress bar
+    path = os.path.abspath(model) if os.path.exists(model) else model
     with spinner(f"loading {one_line(model)}"):
-        return generation.load(os.path.abspath(model) if os.path.exists(model) else model, adapter)
+        if (workers := current_workers()) is None:
+            return generation.load(path, adapter)
+        from mlxlm.generation.distributed import load_split
+
+        return load_split(workers, path, adapter)
 
 
 def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ _TRAINING = (
     *("batch_size", "max_seq_length", "grad_accumulation_steps", "optimizer", "ema_decay", "dtype"),
     "grad_checkpoint",
 )
-_INFERENCE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits")
+_INFERENCE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits", "num_hosts")
 
 # Options of a model that has no name, and the fields of ModelConfig that they set.
 _SIZES = (
@@ -93,6 +93,7 @@ _inference = partial(option, "Inference")
 @_inference("--context-length", int, _CONTEXT)
 @_inference("--num-sequences", int, "Number of sequences at once.  [default: 1]", advanced=True)
 @_inference("--kv-bits", int, _KV_BITS, advanced=True)
+@_inference("--hosts num_hosts", int, "Number of machines that share the model.  [default: 1]", advanced=True)
 @option("Output", "--plot", PATH, "Plot the memory of training to this .png or .svg file.")
 @json_option
 def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, **options: Any) -> None:

@@ -120,7 +120,7 @@ def _inference_title(plan: Plan) -> str:
     s = plan.serving
     return (
         f"inference memory of {s.num_sequences} x {s.context_length} tokens, {s.bits}-bit weights, "
-        f"{s.kv_bits}-bit key-value cache"
+        f"{s.kv_bits}-bit key-value cache{f', on each of {s.num_hosts} machines' if s.num_hosts > 1 else ''}"
     )
 
 
@@ -133,6 +133,9 @@ def _inference(plan: Plan) -> Iterator[tuple[str, str, str]]:
         speed = plan.serving.num_sequences * bandwidth / inference.bytes_per_step
         reads = f"a step reads {human_bytes(inference.bytes_per_step)}, at {human_bytes(bandwidth)}/s"
         yield "speed", f"at most {human_count(speed)} tokens/s", reads
+    if plan.serving.num_hosts > 1:
+        sums = f"{2 * plan.config.num_hidden_layers} sums over the machines"
+        yield "sent", f"{human_bytes(inference.sent_per_token)} per token", sums
     for name, size in inference.caches.items():
         yield f"cache, {name}", human_bytes(size), ""
 

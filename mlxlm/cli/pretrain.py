@@ -10,7 +10,7 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import training_options
-from mlxlm.cli.distributed import finish_before_sigterm, launch_processes, strip_options
+from mlxlm.cli.distributed import finish_before_sigterm, is_launched, launch_processes
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, option
 from mlxlm.cli.run_options import (
     command_start_time,
@@ -67,11 +67,8 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
         problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
         raise click.UsageError(problem)
 
-    if processes := hosts or num_processes:
-        raise click.exceptions.Exit(
-            launch_processes(processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes")))
-        )
-
+    if (processes := hosts or num_processes) and not is_launched():
+        launch_processes(processes, sys.argv[1:])
     with train.join_process_group() as process_group, finish_before_sigterm(process_group.size):
         if process_group.rank == 0:
             _train(process_group, data, options)

@@ -16,6 +16,7 @@ import click
 from mlxlm.backend import platform
 from mlxlm.cache.options import KVOptions
 from mlxlm.checkpoint.download import resolve
+from mlxlm.cli.distributed import current_workers, hosts_option
 from mlxlm.cli.generation_options import Speculation, given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.options import (
     MODEL,
@@ -56,6 +57,7 @@ _server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name))
 @adapter_option("Models", advanced=True)
 @kv_options
 @speculation_options
+@hosts_option
 @sampling_options(without=_PER_REQUEST)
 @allow_sleep_option("Other")
 def serve(
@@ -90,7 +92,7 @@ def serve(
     keys = [*server.api_keys, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
     if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
         raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
-    for name in ("draft_model", "adapter"):
+    for name in ("draft_model", "adapter", "hosts"):
         if len(paths) != 1 and is_given(name):
             raise click.UsageError(f"{flag(name)} needs a single MODEL")
     from mlxlm.checkpoint import hub, open_checkpoint
@@ -116,6 +118,7 @@ def serve(
             kv=kv,
             make_speculation=speculation,
             adapter=adapter,
+            workers=current_workers(),
             process_bytes=limit_process(shared["max_memory"]),
         )
         for name, source in paths.items():

@@ -28,6 +28,7 @@ class Matrix:
         bias: Whether it has a bias.
         experts: Number of such matrices, one for each expert.
         experts_per_token: How many of them multiply a token.
+        split: With tensor parallelism, each process has a part of its "outputs" or of its "inputs"; None: all of it.
     """
 
     module: str
@@ -37,6 +38,7 @@ class Matrix:
     bias: bool
     experts: int = 1
     experts_per_token: int = 1
+    split: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -83,14 +85,16 @@ def attention(c: Config) -> Sublayer:
     hidden, d = c.hidden_size, c.head_dim
     queries, keys, bias = c.num_attention_heads * d, c.num_key_value_heads * d, c.attention_bias
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
-    gate = (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias),) if c.attn_output_gate else ()
+    gate = (
+        (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias, split="outputs"),) if c.attn_output_gate else ()
+    )
     return Sublayer(
         matrices=(
-            Matrix("self_attn.q_proj", "query", hidden, queries, bias),
-            Matrix("self_attn.k_proj", "key", hidden, keys, bias),
-            Matrix("self_attn.v_proj", "value", hidden, keys, bias),
+            Matrix("self_attn.q_proj", "query", hidden, queries, bias, split="outputs"),
+            Matrix("self_attn.k_proj", "key", hidden, keys, bias, split="outputs"),
+            Matrix("self_attn.v_proj", "value", hidden, keys, bias, split="outputs"),
             *gate,
-            Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
+            Matrix("self_attn.o_proj", "output", queries, hidden, out_bias, split="inputs"),
         ),
         activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
         biases=c.num_attention_heads if c.attention_sinks else 0,
@@ -223,11 +227,12 @@ def experts(c: Config) -> Sublayer:
 
 
 def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_per_token: int = 1) -> tuple[Matrix, ...]:
-    gate = ((f"{name}.gate_proj", c.hidden_size, inner),) if c.mlp_gated else ()
-    up_and_down = (f"{name}.up_proj", c.hidden_size, inner), (f"{name}.down_proj", inner, c.hidden_size)
+    hidden = c.hidden_size
+    gate = ((f"{name}.gate_proj", hidden, inner, "outputs"),) if c.mlp_gated else ()
+    up_and_down = (f"{name}.up_proj", hidden, inner, "outputs"), (f"{name}.down_proj", inner, hidden, "inputs")
     return tuple(
-        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token)
-        for module, inputs, outputs in (*gate, *up_and_down)
+        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token, split)
+        for module, inputs, outputs, split in (*gate, *up_and_down)
     )
 
 

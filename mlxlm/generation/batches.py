@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
-from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.decoding import Batch
 from mlxlm.generation.kv_memory import KVMemory
@@ -118,7 +117,7 @@ class Batches:
             try:
                 num_read += batch.step()
             except Exception as error:
-                raise_if_results_lost(error)
+                self._arguments[0].raise_if_fatal(error)
                 for row in batch.active_rows:
                     row.fail(error)
                 continue

@@ -15,7 +15,9 @@ from itertools import islice
 from operator import getitem, is_
 from typing import Any
 
+from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import STEP, KVCache, round_length
 from mlxlm.cache.mlx_lm_caches import (
@@ -30,6 +32,7 @@ from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
 from mlxlm.model.positions import RotaryEmbedding
+from mlxlm.utils.errors import MlxlmError
 
 _MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
 # Tracing takes as long as several steps without, so that a batch that changes with every step should not be traced.
@@ -93,6 +96,20 @@ class DecodeStep:
         for cache, own in zip(caches, before, strict=True):
             cache.end_step(list(islice(rest, len(own))))
         return logits
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that share the model."""
+        return getattr(self.model, "process_group", None) or ProcessGroup()
+
+    def raise_if_fatal(self, error: Exception) -> None:
+        """Raise an error of a forward pass that doesn't end the texts of this pass alone.
+
+        With results that are lost, or on one of several processes, which can't take the next step with the others.
+        """
+        raise_if_results_lost(error)
+        if self.process_group.size > 1 and not isinstance(error, MlxlmError):
+            raise error
 
     def _can_compile(self, caches: Sequence[Any]) -> bool:
         model = self.model

@@ -236,6 +236,8 @@ class Batch(Generic[AnyRow]):
         indices = mx.array(active)
         margin = self._margin if len(self.rows) > 1 else None
         tokens, certain = sample_with_certainty(samplers, logits if everyone else logits[indices], margin)
+        group = self._step.process_group  # whose sums may differ in their last bits from rank to rank
+        tokens, certain = group.from_rank_0(tokens), certain if certain is None else group.from_rank_0(certain)
         if not everyone:
             tokens = mx.put_along_axis(mx.zeros(len(self.rows), mx.int32), indices, tokens, axis=0)
             if certain is not None:
@@ -295,10 +297,11 @@ class Batch(Generic[AnyRow]):
         logits = self._step(mx.array([[row.last_token]], mx.int32), caches)
         trial = row.sampler.fork()
         trial.restore(before)
-        if trial(logits).item() == token:
+        from_rank_0 = self._step.process_group.from_rank_0
+        if from_rank_0(trial(logits)).item() == token:
             return token, []
         row.sampler.restore(before)
-        return row.sampler(logits).item(), caches
+        return from_rank_0(row.sampler(logits)).item(), caches
 
     # Drafts of several rows would go here: a draft of each, and a pass over all of them, padded to the longest.
 

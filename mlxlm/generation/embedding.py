@@ -113,6 +113,7 @@ def embed_batch(lm: LoadedModel, encoded: Sequence[Sequence[int]], dimensions: i
     Raises:
         GenerationError: For invalid dimensions, and a model that can't embed.
     """
+    lm.check_whole("embeddings")
     if lm.embedding.unsupported is not None:
         problem = f"the embeddings of this model need {lm.embedding.unsupported}, which mlxlm doesn't have"
         raise GenerationError(problem, "an embedding model with the pooling lasttoken or mean, such as Qwen3-Embedding")
@@ -161,6 +162,7 @@ def hidden_states(lm: LoadedModel | str | Path, text: str | Sequence[int]) -> np
         GenerationError: For an empty text, one that is longer than the model's context, and a model that mlx_lm runs.
     """
     lm = loaded(lm)
+    lm.check_whole("hidden states")
     model = lm.model
     if not isinstance(model, Decoder):
         raise GenerationError("mlxlm can't read the hidden states of this architecture", "a Llama-like model")

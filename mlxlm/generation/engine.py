@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,6 +25,7 @@ from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text import Text, TextStream
+from mlxlm.generation.workers import EngineWorkers
 from mlxlm.utils.errors import DeviceError, GenerationError, MemoryLimitError, MlxlmError, PromptTooLongError
 from mlxlm.utils.formatting import human_bytes
 
@@ -115,7 +116,10 @@ class Engine:
             raise GenerationError(f"batch_size is {batch_size!r}", "a positive whole number, such as 32")
         if not isinstance(kv, KVOptions | None):
             raise GenerationError(f"kv is {kv!r}", "mlxlm.cache.KVOptions.of(size=1024, bits=8)")
+        if prefix_cache_dir is not None:
+            lm.check_whole("prefix cache on disk")
         if speculation is not None:
+            lm.check_whole("speculative decoding")
             if not isinstance(speculation, SpeculativeDecoder):
                 raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")
             speculation.drafter.check(lm)
@@ -123,7 +127,8 @@ class Engine:
         self.kv = kv or KVOptions()
         self.batch_size, self._max_waiting, self._speculates = batch_size, max_waiting, speculation is not None
         make_cache(lm.model, self.kv)  # raises for options that don't fit the model
-        self._memory = KVMemory(lm, self.kv, default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes)
+        limit = default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes
+        self._memory = KVMemory(lm, self.kv, limit if lm.workers is None else min(limit, lm.workers.max_kv_bytes))
         self._prefix_cache_bytes, self._is_limited = prefix_cache_bytes, max_kv_bytes is not None
         folder = None
         if prefix_cache_dir is not None:
@@ -135,6 +140,9 @@ class Engine:
         self._num_compiling = 0
         self._scheduled = self._closed = self._has_evaluated = False
         self._num_failures = device_thread.num_failures
+        self._workers: EngineWorkers | None = None
+        if lm.workers is not None:
+            self._workers = lm.workers.add_engine(self, kv=asdict(self.kv), batch_size=batch_size, limits=self.limits())
 
     def submit(self, request: Request, *, on_prefill: Callable[[int], None] | None = None) -> TextStream:
         """Begin to generate a text, and return at once.
@@ -152,6 +160,8 @@ class Engine:
         if request.functions is not None and self._speculates:
             problem = "logits_processors and a sampler can't be combined with speculation"
             raise GenerationError(problem, "one of them")
+        if request.functions is not None:
+            self.lm.check_whole("logits_processors and a sampler")
         self._eval_weights()
         memory, length = self._memory, len(request.prompt)
         limit = memory.max_tokens(memory.max_bytes_alone)
@@ -203,6 +213,8 @@ class Engine:
         Raises:
             MemoryLimitError: They have no room for any text. Then nothing changes.
         """
+        if self.lm.workers is not None:
+            max_bytes = min(max_bytes, self.lm.workers.max_kv_bytes)
         shares, alone = (
             StepMemory.divide(self.lm, size, self.batch_size, Prefill.default_max_tokens(self.lm))
             for size in (max_bytes, max(max_bytes, max_bytes_alone or 0))
@@ -212,14 +224,31 @@ class Engine:
             raise MemoryLimitError(f"{size} besides the weights have no room for any text", "more memory")
 
         def change() -> None:
-            self._memory.max_bytes, self._memory.max_bytes_alone = shares.kv_bytes, alone.kv_bytes
-            self._is_limited, prefill = True, self._scheduler.prefill
-            prefill.max_tokens, prefill.max_score_bytes = shares.max_tokens, shares.score_bytes
-            self._scheduler.max_prefix_bytes = self._max_prefix_bytes()
-            self._scheduler.limit_prefix_cache()
-            self._prefix_cache.evict(self._prefix_cache.max_bytes)
+            self._is_limited, self._memory.max_bytes_alone = True, alone.kv_bytes
+            self._memory.max_bytes = shares.kv_bytes
+            self.set_limits(shares.kv_bytes, shares.max_tokens, shares.score_bytes, self._max_prefix_bytes())
+            if self._workers is not None:
+                self._workers.limit(self.limits())
 
         device_thread.run(change)
+
+    def limits(self) -> dict[str, int | None]:
+        """The limits of memory that decide what a step does: arguments of `set_limits`."""
+        scheduler, prefill = self._scheduler, self._scheduler.prefill
+        return {
+            "max_bytes": self._memory.max_bytes,
+            "max_tokens": prefill.max_tokens,
+            "max_score_bytes": prefill.max_score_bytes,
+            "max_prefix_bytes": scheduler.max_prefix_bytes,
+        }
+
+    def set_limits(self, max_bytes: int, max_tokens: int, max_score_bytes: int | None, max_prefix_bytes: int) -> None:
+        """Change `limits` between two steps."""
+        scheduler, prefill = self._scheduler, self._scheduler.prefill
+        self._memory.max_bytes, scheduler.max_prefix_bytes = max_bytes, max_prefix_bytes
+        prefill.max_tokens, prefill.max_score_bytes = max_tokens, max_score_bytes
+        scheduler.limit_prefix_cache()
+        self._prefix_cache.evict(self._prefix_cache.max_bytes)
 
     def _max_prefix_bytes(self) -> int:
         if self._prefix_cache_bytes is not None:
@@ -240,6 +269,7 @@ class Engine:
         Raises:
             CheckpointError: If something else is at `path`, it can't be written, or caches of this model can't.
         """
+        self.lm.check_whole("prompt cache files")
         self._eval_weights()
 
         def save() -> bool:
@@ -260,6 +290,7 @@ class Engine:
         Raises:
             CheckpointError: For a file that can't be read, or of another model, tokenizer or other cache options.
         """
+        self.lm.check_whole("prompt cache files")
         self._eval_weights()
 
         def load() -> int:
@@ -335,11 +366,19 @@ class Engine:
     def _step(self) -> bool:
         self._drop_lost_results()
         with self._lock:
-            self._scheduler.waiting.extend(self._inbox)
+            new = list(self._inbox)
             self._inbox.clear()
+        cancelled = [*self._scheduler.cancelled, *(text.number for text in new if text.cancelled)]
+        if self._workers is not None:
+            texts = [{"number": text.number, "limit": text.limit, "request": text.request.to_dict()} for text in new]
+            if not self._workers.step(texts, cancelled):
+                return False
+        self._scheduler.waiting.extend(new)
         try:
-            busy = self._scheduler.step(self._resume)
+            busy = self._scheduler.step(cancelled, self._resume if self._workers is None else None)
         except BaseException as error:
+            if self._workers is not None:
+                self._workers.fail(error)
             failure, busy = device_error(error), False
             if failure is not None and failure.results_lost:
                 device_thread.num_failures += 1
@@ -347,6 +386,11 @@ class Engine:
         with self._lock:
             self._scheduled = busy or bool(self._inbox)
             return self._scheduled
+
+    def follow_step(self, new: Sequence[Text], cancelled: Collection[int]) -> None:
+        """Take a step of the engine that has these new and cancelled texts, in another process of the model."""
+        self._scheduler.waiting.extend(new)
+        self._scheduler.step(cancelled)
 
     def _drop_lost_results(self) -> None:
         """If the device has failed meanwhile, in this engine or another: end all texts, and forget keys and values."""

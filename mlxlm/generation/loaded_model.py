@@ -12,15 +12,18 @@ from typing import Any, Self
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend import device
 from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten, tree_unflatten
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.cache.mlx_lm_caches import can_batch
 from mlxlm.checkpoint.download import find_catalog_entry
 from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+from mlxlm.checkpoint.tensor_parallel import split_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.logit_filters import FilterOptions
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.workers import ModelWorkers
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError, GenerationError
 from mlxlm.utils.json_files import read_json_object, write_json
@@ -109,6 +112,7 @@ class LoadedModel:
         path: Where it was loaded from.
         generation_config: Its generation_config.json.
         embedding: How it makes embeddings.
+        workers: The processes that have the other parts of the model, on rank 0; see `mlxlm.generation.distributed`.
         engines: Its engines by their settings; see `get_engine`.
     """
 
@@ -118,7 +122,13 @@ class LoadedModel:
     path: Path
     generation_config: GenerationConfig = field(default_factory=GenerationConfig, repr=False)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig, repr=False)
+    workers: ModelWorkers | None = field(default=None, repr=False, compare=False)
     engines: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def check_whole(self, what: str) -> None:
+        """Raise GenerationError if other processes have parts of the model: they take no part in `what`."""
+        if self.workers is not None:
+            raise GenerationError(f"a model that is split over several processes has no {what}", "one machine")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -156,7 +166,7 @@ def eval_weights(model: Any) -> None:
         eval_arrays(model.state)
 
 
-def load(path: Path | str, adapter: Path | str | None = None) -> LoadedModel:
+def load(path: Path | str, adapter: Path | str | None = None, process_group: ProcessGroup | None = None) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Weights in bfloat16 become float16 on M1 and M2, which compute bfloat16 in software, if its range is enough. Models
@@ -167,6 +177,8 @@ def load(path: Path | str, adapter: Path | str | None = None) -> LoadedModel:
             (`mlxlm models`) or a hub id ("owner/name"). What isn't on this machine is downloaded. An existing path has
             priority over a name.
         adapter: The folder or hub id of a LoRA or DoRA adapter of PEFT or mlx_lm, which is merged into the weights.
+        process_group: Processes that share the model: only the part of this one is loaded, and each call of the model
+            waits for the others. It keeps its dtype. For texts, use `load_split`.
 
     Returns:
         The model, its weights evaluated, for all other functions.
@@ -177,7 +189,9 @@ def load(path: Path | str, adapter: Path | str | None = None) -> LoadedModel:
         ConfigError: For an invalid configuration or generation_config.json.
         TokenizerError: For an invalid tokenizer.
     """
-    source = checkpoint.open_checkpoint(path, adapter)
+    source: checkpoint.AnyCheckpoint = checkpoint.open_checkpoint(path, adapter)
+    if process_group is not None:
+        source = split_checkpoint(source, process_group.rank, process_group.size)
     model, config = checkpoint.load_checkpoint(source)
     text_tokenizer = source.load_tokenizer()
     if text_tokenizer.min_vocab_size > config.vocab_size:
@@ -185,7 +199,9 @@ def load(path: Path | str, adapter: Path | str | None = None) -> LoadedModel:
             f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
-    converts = device.emulates_bfloat16() and isinstance(model, Decoder)
+    if process_group is not None:
+        model.split(process_group)
+    converts = device.emulates_bfloat16() and isinstance(model, Decoder) and process_group is None
     if converts and not convert_to_float16(model, text_tokenizer.encode(_SAMPLE)):
         model, config = checkpoint.load_checkpoint(source)
     eval_weights(model)

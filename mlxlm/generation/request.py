@@ -6,7 +6,8 @@ import operator
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from mlxlm.cache import KVOptions
 from mlxlm.generation.constraint import Grammar
@@ -41,6 +42,19 @@ class Request:
     def sample(self, id: str, number: int) -> Request:
         """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
         return replace(self, options=self.options.with_seed(derive_seed(self.options.seed or 0, id, number)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The request for JSON, without `functions`; see `from_dict`."""
+        ends = None if self.eos_token_ids is None else sorted(self.eos_token_ids)
+        options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        return {"prompt": list(self.prompt), "options": options, "eos_token_ids": ends, "snapshot_at": self.snapshot_at}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The request that `to_dict` has converted."""
+        ends = values["eos_token_ids"]
+        options = GenerationOptions(**values["options"])
+        return cls(values["prompt"], options, None if ends is None else frozenset(ends), values["snapshot_at"])
 
     def compile_grammar(self, lm: LoadedModel) -> Grammar | None:
         """Compile the constraint of the options, if there is one. Raises GenerationError as `Grammar.compile`."""

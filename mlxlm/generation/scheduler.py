@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
@@ -103,19 +102,26 @@ class Scheduler:
         """Bytes of the keys and values of running texts."""
         return self._batches.nbytes
 
-    def step(self, on_resume: Callable[[], None] = lambda: None) -> bool:
+    @property
+    def cancelled(self) -> list[int]:
+        """The numbers of texts that their readers no longer want."""
+        return [row.number for row in [*self.waiting, *self._running()] if row.cancelled]
+
+    def step(self, cancelled: Collection[int] = (), on_resume: Callable[[], None] | None = None) -> bool:
         """Read one chunk and decode the next token of every text.
 
         Args:
-            on_resume: Called when a text that has paused should go on, in any thread.
+            cancelled: The numbers of texts to end.
+            on_resume: Called when a text that has paused should go on, in any thread. Without it, none pauses.
 
         Returns:
             Whether anything is left to do, other than to wait for readers.
         """
         if not self._busy:
             self._begin_work()
-        self._drop_cancelled()
-        self._pause_texts(on_resume)
+        self._drop(cancelled)
+        if on_resume is not None:
+            self._pause_texts(on_resume)
         self._make_room()
         self._admit()
         was_active = self.num_active > 0
@@ -166,14 +172,14 @@ class Scheduler:
         self._while_busy.close()
         clear_memory_cache()
 
-    def _drop_cancelled(self) -> None:
-        self.waiting = [row for row in self.waiting if not row.cancelled]
+    def _drop(self, cancelled: Collection[int]) -> None:
+        self.waiting = [row for row in self.waiting if row.number not in cancelled]
         for row in self._batches.rows:
-            if row.cancelled:
+            if row.number in cancelled:
                 row.finished = True
                 self._keep_prefix(row)
         for row in self._reading_rows():
-            row.finished = row.cancelled
+            row.finished = row.number in cancelled
         ended = [reading for reading in self._reading if all(row.finished for row in reading.rows)]
         self._reading = [reading for reading in self._reading if reading not in ended]
         for reading in ended:
@@ -285,7 +291,7 @@ class Scheduler:
             rows, caches = group
             self._decode(rows, caches, reading.single)
         except Exception as error:
-            raise_if_results_lost(error)
+            self._step.raise_if_fatal(error)
             for row in reading.rows:
                 row.fail(error)
             self._reading.remove(reading)

@@ -54,6 +54,7 @@ def score(lm: LoadedModel | str | Path, text: str, *, prompt: str = "") -> Score
             are not numbers.
     """
     lm = loaded(lm)
+    lm.check_whole("scores")
     if not isinstance(text, str) or not isinstance(prompt, str):
         raise GenerationError("text and prompt must be strings", "mlxlm.score(lm, 'text', prompt='prompt')")
     if not text:
@@ -91,6 +92,7 @@ def prompt_logprobs(lm: LoadedModel, ids: Sequence[int], top_logprobs: int = 0) 
         GenerationError: For a prompt that is empty, too long or has unknown ids.
     """
     max_new_tokens_for(lm, ids, KVOptions())
+    lm.check_whole("log-probabilities of prompts")
     parts = _sampled(lm.model, ids, top_logprobs)
     return [part.read(row, lm.tokenizer.token_bytes) for part in parts for row in range(part.tokens.size)]
 

@@ -45,11 +45,17 @@ class Attention(nn.Module):
         is_local = self.window is not None and config.rope_local_base_freq is not None
         self.rope = RotaryEmbedding(config, is_local) if config.has_rope(layer) else None
         self._slopes = None  # not a parameter: MLX skips names that begin with an underscore
+        self._slope_scale = self.scale if config.alibi_scaled else 1.0
         if config.positions == "alibi":
-            self._slopes = alibi_slopes(self.heads, self.scale if config.alibi_scaled else 1.0)
-
+            self._slopes = alibi_slopes(self.heads, self._slope_scale)
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
+
+    def split(self, rank: int, size: int) -> None:
+        """Be part `rank` of `size` equal parts of the heads: each head keeps its ALiBi slope."""
+        if self._slopes is not None:
+            slopes = alibi_slopes(size * self.heads, self._slope_scale)
+            self._slopes = slopes[rank * self.heads : (rank + 1) * self.heads]
 
     def fuse(self) -> None:
         """Fuse the projections of the same input, for `decode`."""

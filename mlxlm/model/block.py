@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
 from mlxlm.model.experts import MixtureOfExperts
@@ -72,6 +73,7 @@ class Block(nn.Module):
         self[self.mixer_name] = mixer(config, layer)
         self.mlp = MLPS[config.mlp(layer)](config)
         self.dropout = Dropout(dropout)
+        self.process_group: ProcessGroup | None = None  # see `Decoder.split`
 
     @property
     def mixer(self) -> nn.Module:
@@ -118,6 +120,8 @@ class Block(nn.Module):
 
     def _sublayer_output(self, hidden_states: mx.array, norm: str | None = None) -> mx.array:
         """Apply the norm of a sublayer's output, if there is one, the residual multiplier and dropout."""
+        if self.process_group is not None:
+            hidden_states = self.process_group.all_sum(hidden_states)
         hidden_states = hidden_states if norm is None else self[norm](hidden_states)
         return self.dropout(hidden_states if self.multiplier == 1 else hidden_states * self.multiplier)
 

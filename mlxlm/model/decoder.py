@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block, Dropout, checkpointed_layer
 from mlxlm.model.linear import Linear
@@ -178,6 +179,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
         super().__init__()
         self.config = config
+        self.process_group: ProcessGroup | None = None
         softcap = config.final_logit_softcapping
         self.final_logit_softcap = None if softcap is None else float(softcap)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
@@ -200,6 +202,17 @@ class Decoder(nn.Module):
             ValueError: Both `cache` and `segment_ids` are given.
         """
         return self.head(self.model(tokens, cache, segment_ids=segment_ids))
+
+    def split(self, process_group: ProcessGroup) -> None:
+        """Add up the sublayers' outputs over processes, each of which has a part of the heads and of the feed-forward.
+
+        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`. The logits are
+        those of the whole model, on all ranks.
+        """
+        self.process_group = process_group
+        for layer in self.layers:
+            layer.process_group = process_group
+            layer.mixer.split(process_group.rank, process_group.size)
 
     def fuse(self) -> None:
         """Fuse the projections of each layer that have the same input, for `decode`.

@@ -12,6 +12,7 @@ from mlxlm.config.model_config import count_parameters, kv_cache_values, recurre
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.config.sublayers import LATENT_FIELDS
+from mlxlm.config.tensor_parallel import sent_values_per_token, split_config
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
 from mlxlm.utils.errors import ConfigError
@@ -39,6 +40,7 @@ class Serving:
     context_length: int = option(4096, "Tokens of each sequence.", low=1, high=_MAX_COUNT)
     kv_bits: int = option(16, "Bits per element of the key-value cache.", choices=CACHE_BITS)
     device: str = option("cuda", "Device that generates.", choices=DEVICES)
+    num_hosts: int = option(1, "Machines that share the model (tensor parallelism).", low=1, high=_MAX_COUNT)
 
     def __post_init__(self) -> None:
         if problems := list(range_problems(self)):
@@ -105,6 +107,7 @@ class InferenceMemory:
         cache_per_token: Keys and values of one token.
         caches: The cache with other kinds of attention, by name, the model's own among them.
         bytes_per_step: What a decoding step reads: the cache, and the weights without an embedding that isn't the head.
+        sent_per_token: What a machine sends to the others for each token.
     """
 
     weights: int
@@ -113,6 +116,7 @@ class InferenceMemory:
     cache_per_token: int
     caches: dict[str, int]
     bytes_per_step: int
+    sent_per_token: int
 
     @property
     def total(self) -> int:
@@ -121,7 +125,13 @@ class InferenceMemory:
 
 
 def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
-    """Estimate the memory for inference."""
+    """Estimate the memory for inference, on each of the machines that share the model.
+
+    Raises:
+        ConfigError: They can't share it.
+    """
+    sent = sent_values_per_token(config, serving.num_hosts) * serving.float_bytes
+    config = config if serving.num_hosts == 1 else split_config(config, serving.num_hosts)
     weights = weight_bytes(config, serving)
     cache, count = cache_bytes(config, serving), config.parameter_count()
     unread = 0 if config.tie_word_embeddings else count_parameters(config)["embedding"]
@@ -136,6 +146,7 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
         cache_per_token=_kv_bytes(config, replace(serving, num_sequences=1, context_length=1)),
         caches={name: cache_bytes(other, serving) for name, other in _kinds(config).items()},
         bytes_per_step=weights * (count - unread) // count + cache,
+        sent_per_token=sent,
     )
 
 

@@ -31,8 +31,8 @@ class Matrix:
         rows: Number of rows, of all experts.
         width: Number of columns.
         format: The format that mlx_lm's class requires, if it does: routers have 8 bits.
-        quantized: False if it keeps 16 bits: routers, convolutions and DeepSeek V2's `kv_b_proj` of mlxlm's decoder, and
-            what mlx_lm's class says.
+        quantized: False if it keeps 16 bits: in mlxlm's decoder routers, convolutions and DeepSeek V2's `kv_b_proj`,
+            else what mlx_lm's class says.
     """
 
     name: str

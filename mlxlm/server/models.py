@@ -20,8 +20,10 @@ from mlxlm.chat.chat_encoder import ChatEncoder, answer_eos_token_ids, chat_enco
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.config import ModelConfig
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
+from mlxlm.generation.distributed import load_split
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
+from mlxlm.generation.workers import Workers
 from mlxlm.server.downloads import Downloads
 from mlxlm.server.errors import ApiError, invalid, unavailable
 from mlxlm.server.memory import share
@@ -48,6 +50,7 @@ class ModelSettings(ModelOptions):
         kv: Options of the key-value caches.
         make_speculation: Returns the decoder for speculative decoding; None for no speculation.
         adapter: An adapter that is merged into the weights.
+        workers: The other processes that share the models.
         process_bytes: Bytes of `max_memory` that aren't left for models, see `limit_process`.
     """
 
@@ -55,6 +58,7 @@ class ModelSettings(ModelOptions):
     kv: KVOptions = field(default_factory=KVOptions)
     make_speculation: Callable[[], SpeculativeDecoder] | None = None
     adapter: Path | None = None
+    workers: Workers | None = None
     process_bytes: int = 0
 
 
@@ -469,7 +473,8 @@ def _describe_loaded(description: ModelDescription, model: ServedModel) -> Model
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
     """Load a model from a path, name of the catalog or hub id."""
     start = time.monotonic()
-    lm = load(path, settings.adapter)
+    workers, adapter = settings.workers, settings.adapter
+    lm = load(path, adapter) if workers is None else load_split(workers, path, adapter)
     return ServedModel(name, lm, settings, time.monotonic() - start)
 
 

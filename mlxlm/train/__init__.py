@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from mlxlm.backend.process_group import ProcessGroup, RankLostError, join_process_group
     from mlxlm.train.budget import Budget
-    from mlxlm.train.distributed import ProcessGroup, RankLostError, join_process_group
     from mlxlm.train.events import (
         CheckpointNotSaved,
         CheckpointSaved,

@@ -19,6 +19,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.error_text import describe_error, device_error
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx
 from mlxlm.backend.platform import seconds_asleep
+from mlxlm.backend.process_group import ProcessGroup, RankLostError
 from mlxlm.chat.generate import generate
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
@@ -30,7 +31,6 @@ from mlxlm.model.experts import expert_load
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.checkpoint_saver import CheckpointSaver
-from mlxlm.train.distributed import ProcessGroup, RankLostError
 from mlxlm.train.events import (
     Event,
     Failed,

@@ -13,12 +13,12 @@ from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.data import Batch
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.train.cpu_data_parallel import CPUDataParallel
-from mlxlm.train.distributed import ProcessGroup
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
 

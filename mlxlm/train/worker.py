@@ -10,13 +10,12 @@ from collections.abc import Callable
 from contextlib import closing
 from itertools import count
 
-from mlxlm import __version__
 from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.backend.process_group import ProcessGroup, versions
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.model import Decoder
-from mlxlm.train.distributed import ProcessGroup
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import DataError, PlatformError
@@ -42,7 +41,7 @@ def start_workers(run: Run, step: TrainStep, finished_steps: int, process_group:
     """On rank 0: send the run, which continues after `finished_steps`, and the weights to the other ranks."""
     if process_group.size > 1:
         message = {**run.worker_config(), "step": finished_steps, "environment": step.environment}
-        process_group.broadcast_object({**message, "versions": _versions()})
+        process_group.broadcast_object({**message, "versions": versions()})
         _broadcast_weights(step, process_group)
 
 
@@ -61,8 +60,8 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
     message = process_group.broadcast_object()
     if message is None:  # rank 0 ended before the run began
         return
-    if (versions := message["versions"]) != _versions():
-        problem = f"the machines differ: rank 0 has {versions}, rank {process_group.rank} has {_versions()}"
+    if message["versions"] != versions():
+        problem = f"the machines differ: rank 0 has {message['versions']}, rank {process_group.rank} has {versions()}"
         raise PlatformError(problem, "the same versions on all of them")
     run = Run.from_worker_config(message)
     try:
@@ -77,10 +76,6 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
     with closing(prefetch(step_batches(run, process_group).read_step, count(message["step"] + 1))) as batches:
         while (learning_rate := process_group.broadcast_object()) is not None:
             eval_arrays(step(next(batches), learning_rate), step.state)
-
-
-def _versions() -> str:
-    return f"mlxlm {__version__} with MLX {mx.__version__}"
 
 
 def _broadcast_weights(step: TrainStep, process_group: ProcessGroup) -> None:

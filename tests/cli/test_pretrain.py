@@ -11,7 +11,6 @@ from contextlib import suppress
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.cli.distributed import strip_options
 from mlxlm.cli.main import _run
 from tests.cli.helpers import MLXLM, QUICK, dying_compiler, error_line
 
@@ -149,9 +148,3 @@ def test_a_vocabulary_that_is_too_large(tmp_path, make_text, capsys):
     (tmp_path / "text.txt").write_text(make_text(300))
     line = error_line(capsys, "pretrain", tmp_path / "text.txt", "--out", tmp_path / "run", "--vocab-size", "50000")
     assert "50000" in line and "(try: " in line
-
-
-def test_the_hosts_get_the_command_line_without_the_hosts():
-    flags = ("--hosts", "--num-processes")
-    args = ["pretrain", "data", "--hosts", "a,b", "--out", "x", "--num-processes=2", "--hosts=a"]
-    assert strip_options(args, flags) == ["pretrain", "data", "--out", "x"]

@@ -33,7 +33,7 @@ def steps(monkeypatch):
     """One entry for each step of an engine."""
     steps = []
     step = Scheduler.step
-    monkeypatch.setattr(Scheduler, "step", lambda self, on_resume: steps.append(1) or step(self, on_resume))
+    monkeypatch.setattr(Scheduler, "step", lambda self, *args: steps.append(1) or step(self, *args))
     return steps
 
 

@@ -88,7 +88,12 @@ def test_rounding_equals_mlx_lm(kind, mixtures, tmp_path):
 
 def test_bits_are_searched_for_a_size(mixtures, tmp_path, texts):
     report = quantize(
-        mixtures("exaone_moe"), tmp_path / "out", target_bpw=5.6, group_size=32, calibration_text=texts[0], evaluate=False
+        mixtures("exaone_moe"),
+        tmp_path / "out",
+        target_bpw=5.6,
+        group_size=32,
+        calibration_text=texts[0],
+        evaluate=False,
     )
     assert 5.2 < report.bits_per_weight <= 5.6
     assert len(set(report.bits.values())) > 2

@@ -117,7 +117,7 @@ def test_a_run_that_was_asked_to_stop_does_not_go_on(simulated_gpu, run, restart
         if learning_rate is not None:  # None ends the other processes
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("mlxlm.train.distributed.ProcessGroup.broadcast_object", interrupt_before_a_step)
+    monkeypatch.setattr("mlxlm.backend.process_group.ProcessGroup.broadcast_object", interrupt_before_a_step)
     simulated_gpu.faults.failing_evaluations = {0}
     assert resume(run) == 1 and restarts == []
 

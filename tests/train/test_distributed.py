@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from mlxlm.backend.mlx import mx
+from mlxlm.backend.process_group import ProcessGroup, join_process_group, versions
 from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.families import config_to_hf
 from mlxlm.train import Run
-from mlxlm.train.distributed import ProcessGroup, join_process_group
-from mlxlm.train.worker import _versions, run_worker
+from mlxlm.train.worker import run_worker
 from mlxlm.utils.errors import DataError, PlatformError
 from tests.paths import ROOT
 from tests.train.training_runs import finish, flip_byte
@@ -109,7 +109,7 @@ class _Worker(ProcessGroup):
 
 def test_a_worker_without_the_data_says_where_it_should_be(new_run):
     run = new_run("run")
-    good = {**run.worker_config(), "step": 0, "versions": _versions()}
+    good = {**run.worker_config(), "step": 0, "versions": versions()}
     with pytest.raises(DataError, match="rank 1: .* not in /nowhere/data.*same prepared folder at /nowhere/data"):
         run_worker(_Worker({**good, "data": "/nowhere/data"}))
     with pytest.raises(DataError, match="rank 1: .* has changed"):

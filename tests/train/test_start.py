@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.data import DataOptions, Manifest, read_texts, total_bytes
 from mlxlm.data.preparation import training_texts
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Budget, TokenizerOptions, start, start_run
-from mlxlm.train.distributed import ProcessGroup
 from mlxlm.train.events import TextLimited
 from mlxlm.train.optimizers import default_weight_decay
 from mlxlm.train.worker import step_batches

@@ -5,7 +5,7 @@ import os
 
 import mlxlm  # noqa: F401 - first, so that MLX gets a fast BLAS
 from mlxlm.backend.mlx import mx
-from mlxlm.train.distributed import RankLostError, join_process_group
+from mlxlm.backend.process_group import RankLostError, join_process_group
 
 with join_process_group() as group:
     mine = float(group.rank + 1)

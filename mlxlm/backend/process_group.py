@@ -1,8 +1,7 @@
-"""Data-parallel training in several processes, which `mlx.launch` or `mpirun` has started.
+"""Several processes that train or run one model together, started by `mlx.launch` or `mpirun`.
 
-Each process (a rank) computes the gradients of its share of a step's batches. Their sums over all ranks are divided
-once, so every rank makes the same update. MLX moves the data: over TCP (ring), MPI, RDMA over Thunderbolt (JACCL) or
-NCCL. Rank 0 trains the run and writes its files (`train`); the others follow it (`run_worker`).
+MLX moves the data: over TCP (ring), MPI, RDMA over Thunderbolt (JACCL) or NCCL. Rank 0 talks to the user and writes the
+files; the other ranks, the workers, follow it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import eval_arrays, mx, nn
-from mlxlm.utils.errors import PlatformError, TrainingError
+from mlxlm.utils.errors import MlxlmError, PlatformError
 
 # The environment of a process that mlx.launch or mpirun has started, and its MLX backend
 _BACKENDS = {
@@ -30,14 +30,14 @@ _BACKENDS = {
 }
 
 
-class RankLostError(TrainingError):
-    """Another process of this run has ended, or can't be reached any more."""
+class RankLostError(MlxlmError):
+    """Another process of the group has ended, or can't be reached any more."""
 
 
 class ProcessGroup:
-    """This process and the others that train with it; by itself, a single process.
+    """This process and the others that work with it; by itself, a single process.
 
-    Use it as a context. If rank 0 leaves it, the run ends for all ranks.
+    Use it as a context. If rank 0 leaves it, other ranks that wait for an object of it get None.
 
     Args:
         rank: Number of this process, from 0.
@@ -72,6 +72,19 @@ class ProcessGroup:
                 f"{' or '.join(map(str, fitting))} of them",
             )
         return count // self.size
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        """Return the sum over all ranks, not evaluated: an error of the connection ends or blocks the process."""
+        return array if self.size == 1 else mx.distributed.all_sum(array, group=self._group)
+
+    def from_rank_0(self, array: mx.array) -> mx.array:
+        """Return rank 0's integers or booleans on every rank, not evaluated; see `all_sum`."""
+        if self.size == 1:
+            return array
+        values = array.astype(mx.int32)
+        if self.rank > 0:
+            [values] = mx.depends([mx.zeros_like(values)], [values])  # the sums before it are those of rank 0
+        return self.all_sum(values).astype(array.dtype)
 
     def average(self, tree: Any) -> Any:
         """Return the means over all ranks of a tree of float32 arrays, the same to the bit on each rank, evaluated.
@@ -121,6 +134,12 @@ class ProcessGroup:
             self._others_wait = False
             raise RankLostError(f"another process has ended or can't be reached ({error})") from None
         return result
+
+
+def versions() -> str:
+    """What must be equal on all ranks."""
+    version = import_module("mlxlm").__version__
+    return f"mlxlm {version} with MLX {mx.__version__} on a {mx.default_device().type.name.upper()}"
 
 
 def join_process_group() -> ProcessGroup:
