@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.options import KVOptions
-from mlxlm.config.model_config import window_slack, window_spare
+from mlxlm.config.counts import window_slack, window_spare
 
 ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], offset, cache) -> the keys, moved by `offset` positions
 

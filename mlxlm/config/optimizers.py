@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxlm.config.model_config import ModelConfig, count_parameters, matrix_parameters, sublayers
+from mlxlm.config.counts import count_parameters, matrix_parameters, sublayers
+from mlxlm.config.model_config import ModelConfig
 
 
 def _two_averages(config: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import NORMS
-from mlxlm.config.model_config import attention_windows
+from mlxlm.config.counts import attention_windows
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError

@@ -12,7 +12,7 @@ from mlxlm.cache.kv_cache import round_length
 from mlxlm.cache.policies import RotationPolicy
 from mlxlm.cache.recurrent_cache import MAX_UNDO, RecurrentCache
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import kv_cache_values, layer_activations, recurrent_state_bytes
+from mlxlm.config.counts import kv_cache_values, layer_activations, recurrent_state_bytes
 from mlxlm.generation.loaded_model import LoadedModel
 
 _SHARE = 0.75  # of a machine without Metal, for weights, keys and values; the rest is for all others

@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import attended_keys, forward_flops
+from mlxlm.config.counts import attended_keys, forward_flops
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.kv_memory import prefill_step_size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import attended_keys, forward_flops, mean_attended_keys
+from mlxlm.config.counts import attended_keys, forward_flops, mean_attended_keys
 from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL, SLIDING
-from mlxlm.config.model_config import count_parameters, kv_cache_values, recurrent_state_bytes, sublayers
+from mlxlm.config.counts import count_parameters, kv_cache_values, recurrent_state_bytes, sublayers
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.config.sublayers import LATENT_FIELDS

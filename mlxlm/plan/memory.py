@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import attention_windows, layer_activations
+from mlxlm.config.counts import attention_windows, layer_activations
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 

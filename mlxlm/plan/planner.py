@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import count_parameters
+from mlxlm.config.counts import count_parameters
 from mlxlm.families import config_to_hf
 from mlxlm.plan import textbook
 from mlxlm.plan.advice import Change, Fits, find_limits, suggest_change

@@ -9,7 +9,7 @@ from typing import Any
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import attended_keys, attention_windows
+from mlxlm.config.counts import attended_keys, attention_windows
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.config.option import option, range_problems
 from mlxlm.kernels.attention import LINEAR_MEMORY_FROM, TRAINING, attention_case

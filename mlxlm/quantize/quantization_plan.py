@@ -14,7 +14,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import sublayers
+from mlxlm.config.counts import sublayers
 from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format, gets_more_bits, quantization_settings
 from mlxlm.families import weight_mappings
 

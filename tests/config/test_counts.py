@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import count_parameters, matrix_parameters, mean_attended_keys
+from mlxlm.config.counts import count_parameters, matrix_parameters, mean_attended_keys
 from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
 

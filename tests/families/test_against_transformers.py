@@ -13,7 +13,7 @@ from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import recurrent_state_bytes
+from mlxlm.config.counts import recurrent_state_bytes
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings
 from mlxlm.generation import greedy_tokens

@@ -9,7 +9,8 @@ from typing import Any
 from mlxlm.checkpoint.checkpoint import Checkpoint, FileFormat
 from mlxlm.checkpoint.embedding_config import from_gguf
 from mlxlm.checkpoint.gguf import affine
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
+from mlxlm.checkpoint.gguf.architecture import SIZES, Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
 from mlxlm.checkpoint.gguf.rope_metadata import ROPE_TENSORS, read_rope_parameters
 from mlxlm.checkpoint.gguf.tensors import read_tensor

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
+from mlxlm.checkpoint.gguf.architecture import SIZES, Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.gguf.header import ggml_type
 from mlxlm.checkpoint.gguf.k_quants import K_QUANTS
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type

@@ -1,0 +1,123 @@
+"""Parameters, FLOPs, activations and cache sizes of a decoder, from the sublayers of its layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from mlxlm.config.components import NORMS, POSITIONS
+from mlxlm.config.sublayers import Sublayer
+
+Config = Any  # a ModelConfig, whose module imports this one
+
+
+def sublayers(c: Config) -> Iterable[tuple[Sublayer, int]]:
+    """Each kind of sublayer, and how many layers have it."""
+    return Counter(chain.from_iterable(c.layer_sublayers)).items()
+
+
+def count_parameters(c: Config) -> dict[str, int]:
+    """Number of parameters by group, over all layers. A tied head is 0, so that nothing is counted twice."""
+    hidden, placement = c.hidden_size, c.layer_norms
+    positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
+    norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
+    counts = Counter({"embedding": c.vocab_size * hidden, "positions": positions * hidden})
+    counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=c.vocab_size * c.head_bias)
+    for sublayer, layers in sublayers(c):
+        counts["norms"] += layers * sublayer.norms
+        counts["biases"] += layers * sublayer.biases
+        for matrix in sublayer.matrices:
+            counts[matrix.group] += layers * matrix.parameters
+            counts["biases"] += layers * matrix.experts * matrix.outputs * matrix.bias
+    counts["head"] = 0 if c.tie_word_embeddings else c.vocab_size * hidden
+    return dict(counts)
+
+
+def matrix_parameters(c: Config) -> int:
+    """Number of parameters in the matrices of all layers."""
+    return sum(layers * m.parameters for sublayer, layers in sublayers(c) for m in sublayer.matrices)
+
+
+def forward_flops(c: Config, keys: float) -> dict[str, float]:
+    """Floating-point operations of the forward pass for one token, 2 per multiply-add.
+
+    Only matrix products are counted; norms, activations and the softmax are a few tenths of a percent of them.
+
+    Args:
+        c: The configuration.
+        keys: Number of keys that the token attends to, summed over layers (see `attended_keys`).
+    """
+    flops = Counter[str]()
+    for sublayer, layers in sublayers(c):
+        for matrix in sublayer.matrices:
+            part = "projections" if matrix.group in ("query", "key", "value") else matrix.group
+            flops[part] += 2 * layers * matrix.active_parameters
+        if sublayer.state_flops:
+            flops["state"] += layers * sublayer.state_flops
+    scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
+    head = 2 * c.hidden_size * c.vocab_size
+    return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}
+
+
+def attended_keys(c: Config, context_length: float) -> float:
+    """Number of keys that the last of `context_length` tokens attends to, summed over layers and limited by windows."""
+    return sum(min(context_length, window or context_length) for window in attention_windows(c))
+
+
+def mean_attended_keys(c: Config, length: int) -> float:
+    """Mean of `attended_keys` over the tokens of a text: row i of a causal mask has i keys, or the window's."""
+
+    def mean(window: int | None) -> float:
+        limit = min(window or length, length)
+        return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
+
+    return sum(mean(window) for window in attention_windows(c))
+
+
+def layer_activations(c: Config) -> int:
+    """Number of values per token that the operations of the largest layer produce.
+
+    The residual before either sublayer and its norms, and those of the sublayers.
+    """
+    largest = max(sum(sublayer.activations for sublayer in kind) for kind in set(c.layer_sublayers))
+    return (2 + len(c.layer_norms.names)) * c.hidden_size + largest
+
+
+def kv_cache_values(c: Config, context_length: int) -> tuple[int, int]:
+    """Number of elements of the keys and of the values in the cache of one sequence.
+
+    A layer with a window stores at most the window, its slack and its spare positions.
+    """
+    keys = values = 0
+    for layer, (mixer, _) in enumerate(c.layer_sublayers):
+        window = c.window(layer)
+        limit = context_length if window is None else window + window_slack(window) + window_spare(window)
+        vectors = mixer.kv_heads * min(context_length, limit)
+        keys, values = keys + vectors * mixer.kv_dims[0], values + vectors * mixer.kv_dims[1]
+    return keys, values
+
+
+def recurrent_state_bytes(c: Config, bytes_per_value: int) -> int:
+    """Bytes of the states of the recurrent layers of one sequence, however long it is."""
+    mixers = [mixer for mixer, _ in c.layer_sublayers]
+    return sum(mixer.state_values * bytes_per_value + 4 * mixer.float32_state_values for mixer in mixers)
+
+
+def window_slack(window: int) -> int:
+    """Tokens that a cache keeps beyond a window, so that an answer can be trimmed without a new prefill.
+
+    A quarter of the window, between 64 and 1,024.
+    """
+    return max(64, min(1024, window // 4))
+
+
+def window_spare(window: int) -> int:
+    """Further positions in the cache, so that its tokens are rarely moved to the front of the buffers."""
+    return max(64, window // 8)
+
+
+def attention_windows(c: Config) -> list[int | None]:
+    """The window of each layer with attention."""
+    return [c.window(layer) for layer, (mixer, _) in enumerate(c.layer_sublayers) if any(mixer.score_flops)]
