@@ -8,7 +8,10 @@ python benchmarks/architectures.py [--kinds mixture hybrid] [--clients 1 4 16] [
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from common import in_turn, median, report, spread
@@ -23,6 +26,10 @@ EXPERTS = {
     "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 384,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+LINEAR = {
+    "full_attention_interval": 4, "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full attention, dense": ("helium", {"attention_bias": False, "mlp_bias": False}),
     "full attention, mixture": ("qwen3_moe", EXPERTS),
@@ -32,11 +39,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
          "layer_types": ["sliding_attention", "full_attention"] * 4},
     ),
-    "recurrent, hybrid": (
-        "qwen3_5_text",
-        {"full_attention_interval": 4, "linear_num_value_heads": 8, "linear_num_key_heads": 4,
-         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
+    "latent attention, mixture": (
+        "deepseek_v3",
+        {**EXPERTS, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+         "first_k_dense_replace": 1, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 256,
+         "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
     ),
+    "recurrent, dense": ("qwen3_5_text", LINEAR),
+    "recurrent, mixture": ("qwen3_next", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 384}),
 }  # fmt: skip
 
 
@@ -67,17 +77,19 @@ def main() -> None:
 def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace) -> dict[Any, list[float]]:
     """Tokens per second by the number of texts and of mlx_lm; seconds to the first token of a second turn, and anew."""
     import mlxlm
-    from mlxlm.backend.mlx import mx
-    from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+    from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.checkpoint.mlx_lm.model import build_model
-    from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
+    from mlxlm.generation import Engine, GenerationOptions, Request, run_batch
 
     mx.random.seed(1)
-    model, _ = build_model({"model_type": model_type, **SIZES, **values})
+    fields = {"model_type": model_type, **SIZES, **values}
+    model, _ = build_model(fields)
     model.eval()
-    mx.eval(model.parameters())
-    tokenizer = mlxlm.load("small-world").tokenizer
-    lm = LoadedModel(model, tokenizer, MlxLmConfig(model_type, VOCABULARY, 8192, frozenset()), "random")
+    with tempfile.TemporaryDirectory() as folder:  # as mlx_lm writes it, so that mlxlm runs it as it would any other
+        mx.save_safetensors(f"{folder}/model.safetensors", dict(tree_flatten(model.parameters())), {"format": "mlx"})
+        Path(folder, "config.json").write_text(json.dumps(fields))
+        mlxlm.load("small-world").tokenizer.save(Path(folder))
+        lm = mlxlm.load(folder)
     prompts = [[(7 * i * j + j) % 1000 for j in range(1, 65)] for i in range(max(options.clients))]
 
     def request(prompt: list[int], tokens: int, snapshot_at: int | None = None) -> Request:
