@@ -30,9 +30,9 @@ BATCH, LENGTH, BATCHES = 8, 256, 2
 def work(name: str) -> None:
     """Train in this process: rank 0 reads how many steps to do, and prints tokens per second."""
     import numpy as np
-    from mlxlm.train.distributed import join_process_group
 
     from mlxlm.backend.mlx import mx
+    from mlxlm.backend.process_group import join_process_group
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder

@@ -114,7 +114,9 @@ class DecodeStep:
     def _can_compile(self, caches: Sequence[Any]) -> bool:
         model = self.model
         if not isinstance(model, Decoder):
-            known = all(isinstance(cache, MlxLmKVCache | MlxLmRecurrentCache) and cache.can_step for cache in caches)
+            known = isinstance(model, nn.Module) and all(
+                isinstance(cache, MlxLmKVCache | MlxLmRecurrentCache) and cache.can_step for cache in caches
+            )
             return known and not self._differs and not model.training
         if model.training:
             return False

@@ -158,7 +158,7 @@ def test_greedy_tokens_with_a_cache(model_type, tmp_path):
     assert list(found) == wanted[0, 18:].tolist()
 
 
-@pytest.mark.parametrize("model_type", ["granitemoe", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["granitemoe", "exaone_moe"])
 def test_folders_that_mlx_quantized(model_type, tmp_path):
     oracle = saved(tmp_path, model_type, {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64})
     model, _ = load_model(tmp_path)
