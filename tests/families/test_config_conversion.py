@@ -293,10 +293,14 @@ def configs(draw):
         values["num_hidden_layers"] = draw(st.integers(2, 4))
         values |= {"mlp_only_layers": draw(st.sampled_from([[], [0]])), "decoder_sparse_step": draw(st.integers(1, 2))}
         values["num_dense_layers"] = draw(st.integers(0, 1))
-    if family.endswith("_moe") or family.startswith("deepseek"):
+    is_latent = family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    if is_latent:
+        values["num_key_value_heads"] = heads
+    if family.endswith("_moe") or is_latent:
         values |= {"first_k_dense_replace": draw(st.integers(0, values["num_hidden_layers"] - 1))}
         values |= {"n_shared_experts": draw(st.integers(0, 2)), "n_group": 1, "topk_group": 1}
     if family == "qwen3_next":
+        values["hidden_act"] = "silu"
         values["full_attention_interval"] = draw(st.integers(1, values["num_hidden_layers"]))
     if family.startswith("lfm2"):
         values["full_attn_idxs"] = [draw(st.integers(0, values["num_hidden_layers"] - 1))]
