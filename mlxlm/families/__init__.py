@@ -3,7 +3,6 @@
 A family has no code in the model: it is a configuration of the same parts. This package doesn't import MLX.
 """
 
-from mlxlm.families.activations import mlx_lm_mismatch
 from mlxlm.families.config_conversion import (
     SUPPORTED_QUANT_METHODS,
     compatibility_warning,
@@ -21,7 +20,7 @@ from mlxlm.families.config_conversion import (
     unsupported_feature,
 )
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
-from mlxlm.families.registry import FAMILIES
+from mlxlm.families.registry import FAMILIES, mlx_lm_mismatch
 from mlxlm.families.rope import rope_parameters
 from mlxlm.families.weight_mapping import (
     WeightMapping,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from mlxlm.config import ModelConfig
-from mlxlm.config.components import FULL
-
 # Other names of the same functions. Source: transformers, activations.py
 _SYNONYMS = {
     "swish": "silu",
@@ -42,32 +39,3 @@ def normalize_activation(name: str) -> str:
 def same_activation(name: str, other: str) -> bool:
     """Whether two names mean one function; all forms of "gelu" are the same, they differ by less than 0.001."""
     return name.startswith(other) if other == "gelu" else normalize_activation(name) == other
-
-
-def mlx_lm_mismatch(config: ModelConfig) -> str | None:
-    """Describe what mlx_lm computes instead of what is configured; None if it computes the same."""
-    if config.clip_qkv is not None:
-        return f"its {config.model_type} doesn't clip queries, keys and values (clip_qkv)"
-    if config.model_type == "gpt_oss":
-        return _gpt_oss_mismatch(config)
-    if config.model_type == "glm" and config.partial_rotary_factor != 1:
-        return f"its glm rotates whole heads, this model {config.partial_rotary_factor:g} of them"
-    types = config.layer_types or ()
-    if config.model_type == "qwen3_next" and FULL in types:
-        interval = types.index(FULL) + 1
-        if any((kind == FULL) != ((layer + 1) % interval == 0) for layer, kind in enumerate(types)):
-            return f"its qwen3_next has attention in layers that are a multiple of {interval}, this model in others"
-    computed = MLX_LM_ACTIVATIONS.get(config.model_type)
-    if computed is None or same_activation(config.hidden_act, computed):
-        return None
-    return f"its {config.model_type} computes {computed}, this model uses {config.hidden_act}"
-
-
-def _gpt_oss_mismatch(config: ModelConfig) -> str | None:
-    if config.quantization is None:
-        return "its gpt_oss only reads quantized experts"
-    if (config.rope_scaling or {}).get("truncate", True) is False:
-        return "its gpt_oss rounds the bounds of YaRN, this model doesn't (truncate is false)"
-    if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
-        return "its gpt_oss has swiglu_limit 7 and swiglu_alpha 1.702, this model others"
-    return None

@@ -14,10 +14,10 @@ from typing import Any
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import ACTIVATIONS, SLIDING
 from mlxlm.config.model_config import is_unused_id
-from mlxlm.families.activations import mlx_lm_mismatch, normalize_activation
+from mlxlm.families.activations import normalize_activation
 from mlxlm.families.family import Family, HFConfig
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
-from mlxlm.families.registry import FAMILIES, family_of
+from mlxlm.families.registry import FAMILIES, family_of, mlx_lm_mismatch
 from mlxlm.families.rope import read_rope, unsupported_rope, write_rope
 from mlxlm.families.weight_mapping import decoder_modules, weight_mappings
 from mlxlm.utils.errors import ConfigError

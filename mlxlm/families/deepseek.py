@@ -57,6 +57,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {**write_shared_experts(config), **write_first_dense_layers(config), **scaling}
 
 
+def _mismatch(config: ModelConfig) -> str | None:
+    if config.num_experts is not None and config.shared_expert_intermediate_size is None:
+        return "needs a shared expert"
+    if config.model_type == "deepseek_v2" and config.rope_scaling is None:
+        return "needs a RoPE scaling"
+    return None
+
+
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -72,6 +80,7 @@ DEEPSEEK_V2 = Family(
     ),
     layer_modules={**EXPERTS, **SHARED_EXPERTS},
     fused_kv_b=("transformers", "mlx_lm"),
+    mlx_lm_mismatch=_mismatch,
 )
 
 
@@ -109,6 +118,7 @@ DEEPSEEK_V3 = Family(
     layer_modules={**EXPERTS, **SHARED_EXPERTS},
     fused_kv_b=("transformers",),
     has_mtp_layers=True,
+    mlx_lm_mismatch=_mismatch,
 )
 
 
@@ -147,4 +157,5 @@ GLM4_MOE_LITE = Family(
     layer_modules={**EXPERTS, **SHARED_EXPERTS},
     fused_kv_b=("transformers",),
     has_mtp_layers=True,
+    mlx_lm_mismatch=_mismatch,
 )

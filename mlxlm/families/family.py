@@ -44,6 +44,7 @@ class Family:
         fused_kv_b: Programs whose files have the `kv_b_proj` of latent attention instead of its two parts:
             "transformers", "mlx_lm".
         has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
+        mlx_lm_mismatch: Describes what mlx_lm's class lacks or computes instead of a configuration, or returns None.
         mlx_lm_adds_one: mlx_lm stores the weights of norms plus 1, the file and the decoder without.
         mlx_lm_names: Modules of a layer in the file -> their names in mlx_lm, where they differ.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
@@ -73,6 +74,7 @@ class Family:
     transposed: frozenset[str] = frozenset()
     fused_kv_b: tuple[str, ...] = ()
     has_mtp_layers: bool = False
+    mlx_lm_mismatch: Callable[[ModelConfig], str | None] = lambda config: None
     mlx_lm_adds_one: bool = False
     mlx_lm_names: Mapping[str, str] = field(default_factory=dict)
     mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()

@@ -35,6 +35,12 @@ _DEFAULTS = {
 }
 _MLP = {"mlp.gate_up_proj": "mlp.gate_proj mlp.up_proj"}
 
+
+def _glm_mismatch(config: ModelConfig) -> str | None:
+    factor = config.partial_rotary_factor
+    return None if factor == 1 else f"rotates whole heads, this model {factor:g} of them"
+
+
 GLM = Family(
     "glm",
     "GlmForCausalLM",
@@ -43,6 +49,7 @@ GLM = Family(
     fixed_values={"attention_out_bias": False},
     layer_modules=_MLP,
     rope_interleaved=True,
+    mlx_lm_mismatch=_glm_mismatch,
 )
 
 GLM4 = Family(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxlm.config import ModelConfig
 from mlxlm.families.family import (
     COMMON_FIELDS,
     NUM_EXPERTS,
@@ -23,6 +24,16 @@ def _read(values: HFConfig) -> dict[str, Any]:
         "moe_intermediate_size": values.get("intermediate_size"),
         **read_sliding_window(values, values.get("sliding_window", 128), lambda layer: layer % 2 == 0),
     }
+
+
+def _mlx_lm_mismatch(config: ModelConfig) -> str | None:
+    if config.quantization is None:
+        return "only reads quantized experts"
+    if (config.rope_scaling or {}).get("truncate", True) is False:
+        return "rounds the bounds of YaRN, this model doesn't (truncate is false)"
+    if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
+        return "has swiglu_limit 7 and swiglu_alpha 1.702, this model others"
+    return None
 
 
 GPT_OSS = Family(
@@ -53,4 +64,5 @@ GPT_OSS = Family(
         for name, modules in _PROJECTIONS.items()
         for suffix, parameter in _PARAMETERS.items()
     },
+    mlx_lm_mismatch=_mlx_lm_mismatch,
 )

@@ -96,6 +96,12 @@ def _read_qwen2_moe(values: HFConfig) -> dict[str, Any]:
     return {**windows, **_read_dense_layers(values), "attention_bias": read_bool(values, "qkv_bias", True)}
 
 
+def _qwen2_moe_mismatch(config: ModelConfig) -> str | None:
+    if config.mlp_layer_types is not None and DENSE in config.mlp_layer_types:
+        return "has experts in every layer, this model not"
+    return "has an output head, this model the embedding" if config.tie_word_embeddings else None
+
+
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
@@ -114,6 +120,7 @@ QWEN2_MOE = Family(
     write_extra=lambda c: {**_write_windows(c), **_write_dense_layers(c), "qkv_bias": c.attention_bias},
     find_unsupported=_unsupported_experts,
     layer_modules=EXPERTS,
+    mlx_lm_mismatch=_qwen2_moe_mismatch,
 )
 
 
@@ -156,6 +163,14 @@ def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
     types = list(config.layer_types or (FULL,) * config.num_hidden_layers)
     interval = types.index(FULL) + 1 if FULL in types else len(types)
     return {"layer_types": types, "full_attention_interval": interval, **_write_dense_layers(config)}
+
+
+def _qwen3_next_mismatch(config: ModelConfig) -> str | None:
+    types = config.layer_types or ()
+    interval = types.index(FULL) + 1 if FULL in types else 0
+    if all((kind == FULL) == ((layer + 1) % interval == 0) for layer, kind in enumerate(types) if interval):
+        return None
+    return f"has attention in layers that are a multiple of {interval}, this model in others"
 
 
 _LINEAR_FIELDS = same_names(
@@ -205,6 +220,7 @@ QWEN3_NEXT = Family(
         "linear_attn.in_proj_qkvz": "linear_num_key_heads",
         "linear_attn.in_proj_ba": "linear_num_key_heads",
     },
+    mlx_lm_mismatch=_qwen3_next_mismatch,
     mlx_lm_adds_one=True,
     ignored_prefixes=("mtp.",),
 )

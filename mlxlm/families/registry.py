@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlxlm.config import ModelConfig
+from mlxlm.families.activations import MLX_LM_ACTIVATIONS, same_activation
 from mlxlm.families.arcee import ARCEE
 from mlxlm.families.bloom import BLOOM
 from mlxlm.families.cohere import COHERE, COHERE2
@@ -42,6 +43,19 @@ _ORDER = (
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}
+
+
+def mlx_lm_mismatch(config: ModelConfig) -> str | None:
+    """Describe what mlx_lm computes instead of a configuration, or why it can't run it; None if it runs the same."""
+    kind = config.model_type
+    if config.clip_qkv is not None:
+        return f"its {kind} doesn't clip queries, keys and values (clip_qkv)"
+    if kind in FAMILIES and (problem := FAMILIES[kind].mlx_lm_mismatch(config)):
+        return f"its {kind} {problem}"
+    computed = MLX_LM_ACTIVATIONS.get(kind)
+    if computed is None or same_activation(config.hidden_act, computed):
+        return None
+    return f"its {kind} computes {computed}, this model uses {config.hidden_act}"
 
 
 def family_of(config: ModelConfig) -> Family:

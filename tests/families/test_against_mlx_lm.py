@@ -18,6 +18,7 @@ from mlxlm.families import (
     config_to_hf,
     is_mlx_layout,
     load_config,
+    mlx_lm_mismatch,
     normalize_tensor_name,
     weight_mappings,
 )
@@ -130,7 +131,23 @@ def mlx_lm_logits(folder):
 def test_logits_in_mlx_lm(model, tmp_path):
     for_mlx = model.config.model_type == "gpt_oss"  # of which it can't read transformers' unquantized experts
     write(tmp_path, model.config, dict(tree_flatten(model.parameters())), for_mlx)
+    assert for_mlx or mlx_lm_mismatch(model.config) is None
     np.testing.assert_allclose(mlx_lm_logits(tmp_path), np.array(model(mx.array(TOKENS))), atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek_v3", {"n_shared_experts": None}), ("deepseek_v2", {"rope_scaling": None}),
+        ("qwen2_moe", {"tie_word_embeddings": True}), ("qwen2_moe", {"mlp_only_layers": [0]}),
+    ],
+)  # fmt: skip
+def test_what_mlx_lm_can_not_run_is_said(name, changes, tmp_path):
+    config = config_from_hf({"model_type": name, **FAMILIES[name], **changes})
+    assert mlx_lm_mismatch(config).startswith(f"its {name} ")
+    write(tmp_path, config, dict(tree_flatten(Decoder(config).parameters())), False)
+    with pytest.raises((ArithmeticError, AttributeError, TypeError, ValueError)):
+        mlx_lm_logits(tmp_path)
 
 
 def test_quantized_logits_in_mlx_lm(model, tmp_path):
