@@ -17,8 +17,9 @@ GPU_TESTS = """
     simulated_gpu kernels test_launches.py
     train/test_memory_limits.py generation/test_kv_memory.py generation/test_loaded_model.py plan/test_kernel_cases.py
 """
+# The slowest files first, so that no worker waits for one of them at the end.
 ALL_TESTS = f"""
-    {GPU_TESTS} model cache plan backend
+    cli/test_quickstart.py cli/test_kernels.py doctor {GPU_TESTS} model cache plan backend
     checkpoint/test_load.py checkpoint/test_dequantize.py checkpoint/test_huggingface.py checkpoint/test_mlx_lm.py
     checkpoint/gguf/test_affine.py checkpoint/test_quantized_formats.py
     generation/test_engine.py generation/test_decoding.py generation/test_decode_step.py generation/test_prefill.py
@@ -29,7 +30,7 @@ ALL_TESTS = f"""
     train/test_step.py train/test_run.py train/test_loop.py train/test_finetune.py train/test_start.py
     quantize/test_pipeline.py quantize/test_mixtures.py::test_an_evaluation_needs_memory
     quantize/test_mixtures.py::test_layers_one_after_another_are_the_model[granitemoe:float32]
-    cli/test_doctor.py cli/test_inspect.py cli/test_kernels.py cli/test_quickstart.py doctor
+    cli/test_doctor.py cli/test_inspect.py
 """
 
 
