@@ -221,6 +221,7 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(DECODE, 1)[0] == "mlx" and order(DECODE, 1, D=80)[0] == "metal"
     assert order(DECODE, 8, K=1)[0] == "metal"  # 64 rows for one key head
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
+    assert order(PREFILL, 2048, V=32)[0] == "blockwise"
     assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
     assert order(TRAINING, 4096) == ("blockwise", "metal", "mlx")
     assert order(TRAINING, 512, window=128) == ("mlx", "metal", "blockwise")
