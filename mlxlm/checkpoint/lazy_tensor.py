@@ -108,7 +108,7 @@ class FileTensor:
                 values = np.memmap(self.path, unsigned, "r", self.offset, self.shape)[where]
         except ValueError:
             raise CheckpointError(f"{self.path} has become shorter since it was opened") from None
-        return mx.array(values).view(self.dtype)
+        return mx.array(np.ascontiguousarray(values)).view(self.dtype)  # else MLX allocates all that is between them
 
 
 UNQUANTIZED_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))  # stored types of unquantized weights
