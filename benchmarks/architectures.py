@@ -33,11 +33,10 @@ LINEAR = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full attention, dense": ("helium", {"attention_bias": False, "mlp_bias": False}),
     "full attention, mixture": ("qwen3_moe", EXPERTS),
-    "windows, mixture": (
-        "gpt_oss",
-        {**EXPERTS, "intermediate_size": 384, "sliding_window": 128,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-         "layer_types": ["sliding_attention", "full_attention"] * 4},
+    "windows, dense": (
+        "gemma3_text",
+        {"sliding_window": 128, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64,
+         "rope_local_base_freq": 1e4, "rope_theta": 1e6},
     ),
     "latent attention, mixture": (
         "deepseek_v3",
