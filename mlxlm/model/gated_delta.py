@@ -191,9 +191,7 @@ class GatedDeltaNet(nn.Module):
         else:
             *qkv, gate, b, a = (project(x) for project in self._projections)
             mixed = mx.concatenate(qkv, axis=-1)
-            if cache is not None and (visible := cache.begin_update(*x.shape[:2])) is not None:
-                mixed = mx.where(visible[..., None], mixed, 0)  # then the keys of padding are 0, too
-        mixed = nn.silu(self.conv1d(mixed, cache, segment_ids)).astype(mx.float32)
+        mixed = nn.silu(self.conv1d(mixed, cache, segment_ids)).astype(mx.float32)  # keys of padding are 0
         queries_keys, values = mx.split(mixed, [2 * self.key_heads * self.key_dim], axis=-1)
         queries, keys = mx.split(self._normalized(queries_keys), 2, axis=-2)
         queries = queries * self.key_dim**-0.5

@@ -37,13 +37,16 @@ class CausalConv1d(nn.Module):
 
         Args:
             x: `[B, T, channels]`, or `[B, channels]` in a decoding step, with a cache.
-            cache: The layer's cache; its first arrays are read and replaced.
+            cache: The layer's cache; its first arrays are read and replaced. Except in a decoding step, this begins
+                its update, and padding is read as zeros.
             segment_ids: int `[B, T]`, the document of each position in packed rows, which see only their own document.
 
         Returns:
             The same shape as `x`.
         """
         n = self.history
+        if cache is not None and x.ndim == 3 and (visible := cache.begin_update(*x.shape[:2])) is not None:
+            x = mx.where(visible[..., None], x, 0)
         earlier = [None if cache is None else cache[i] for i in range(n)]
         if x.ndim == 2:
             inputs = [*earlier, x]
@@ -119,7 +122,4 @@ class ShortConv(nn.Module):
             before, after, values = mx.split(self._project(x), 3, axis=-1)
             return self._project_out(after * self.conv(before * values, cache))
         before, after, values = mx.split(self.in_proj(x), 3, axis=-1)
-        values = before * values
-        if cache is not None and (visible := cache.begin_update(*x.shape[:2])) is not None:
-            values = mx.where(visible[..., None], values, 0)
-        return self.out_proj(after * self.conv(values, cache, segment_ids))
+        return self.out_proj(after * self.conv(before * values, cache, segment_ids))
