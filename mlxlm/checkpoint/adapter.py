@@ -20,7 +20,12 @@ from typing import Any
 from mlxlm import families
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import hub, pytorch, safetensors
-from mlxlm.checkpoint.dequantize import dequantize_tensors, dequantize_to_scales, rounded_scales
+from mlxlm.checkpoint.dequantize import (
+    activation_dtype,
+    dequantize_tensors,
+    dequantize_to_scales,
+    rounded_scales,
+)
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
@@ -228,8 +233,7 @@ class Adapter:
                 raise CheckpointError(f"{self.file}: {problem}", _OTHER_MODEL)
             dtype = base.dtype
             if base is not tensors[name]:
-                dtype, num_dequantized = scales[f"{module}.scales"].dtype, num_dequantized + 1
-                dtype = dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16
+                dtype, num_dequantized = activation_dtype(scales[f"{module}.scales"]), num_dequantized + 1
                 for part in ("scales", "biases"):
                     result.pop(f"{module}.{part}", None)
             if not mx.issubdtype(dtype, mx.floating) or f"{module}.global_scale" in tensors:

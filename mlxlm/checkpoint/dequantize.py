@@ -78,12 +78,16 @@ def rounded_scales(tensors: LazyTensors) -> dict[str, LazyTensor]:
     return {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
 
 
+def activation_dtype(scales: LazyTensor) -> mx.Dtype:
+    """The dtype of activations beside quantized matrices: that of the scales, or bfloat16 if those are integers."""
+    return scales.dtype if mx.issubdtype(scales.dtype, mx.floating) else mx.bfloat16
+
+
 def dequantize_to_scales(tensors: LazyTensors, quantization: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """`dequantize_tensors`, rounded to the dtype of the scales, which activations have; bfloat16 for integer scales."""
+    """`dequantize_tensors`, rounded to `activation_dtype`."""
     result, changed = dequantize_tensors(tensors, quantization), {}
     for name in (name for name, tensor in result.items() if tensor is not tensors[name]):
-        dtype = tensors[f"{name.rpartition('.')[0]}.scales"].dtype
-        changed[name] = result[name].astype(dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
+        changed[name] = result[name].astype(activation_dtype(tensors[f"{name.rpartition('.')[0]}.scales"]))
     return result | changed
 
 

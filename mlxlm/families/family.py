@@ -196,17 +196,16 @@ def read_mlp_layer_types(values: HFConfig, is_dense: Callable[[int], bool]) -> d
     return {"mlp_layer_types": types} if DENSE in types else {}
 
 
-def read_first_dense_layers(values: HFConfig, default: int) -> dict[str, Any]:
-    """`read_mlp_layer_types` of files in which the first `first_k_dense_replace` layers are dense."""
-    dense = values.get("first_k_dense_replace", default)
+def read_first_dense_layers(values: HFConfig, default: int, name: str = "first_k_dense_replace") -> dict[str, Any]:
+    """`read_mlp_layer_types` of files in which the first layers are dense; `name`: the field with their number."""
+    dense = values.get(name, default)
     return read_mlp_layer_types(values, lambda layer: isinstance(dense, int) and layer < dense)
 
 
-def write_first_dense_layers(config: ModelConfig) -> dict[str, Any]:
+def write_first_dense_layers(config: ModelConfig, name: str = "first_k_dense_replace") -> dict[str, Any]:
     """The inverse of `read_first_dense_layers`."""
     types = config.mlp_layer_types or ()
-    dense = next((layer for layer, layer_type in enumerate(types) if layer_type != DENSE), len(types))
-    return {"first_k_dense_replace": dense}
+    return {name: next((layer for layer, layer_type in enumerate(types) if layer_type != DENSE), len(types))}
 
 
 def read_shared_experts(values: HFConfig, default_width: int, default_count: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import DENSE, FULL
+from mlxlm.config.components import FULL
 from mlxlm.config.model_config import MAX_LAYERS
 from mlxlm.families.family import (
     COMMON_FIELDS,
@@ -14,9 +14,10 @@ from mlxlm.families.family import (
     HFConfig,
     first_unexpected,
     read_bool,
-    read_mlp_layer_types,
+    read_first_dense_layers,
     same_names,
     unsupported_layer_types,
+    write_first_dense_layers,
 )
 
 _FIELDS: dict[str, str | tuple[str, ...]] = {
@@ -90,14 +91,12 @@ LFM2 = Family(
 
 
 def _read_dense_layers(values: HFConfig) -> dict[str, Any]:
-    dense = values.get("num_dense_layers", 2)
-    return read_mlp_layer_types(values, lambda layer: isinstance(dense, int) and layer < dense)
+    return read_first_dense_layers(values, 2, "num_dense_layers")
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:
-    types = config.mlp_layer_types or ()
-    dense = next((layer for layer, layer_type in enumerate(types) if layer_type != DENSE), len(types))
-    return {**_write_layer_types(config), "num_dense_layers": dense, "use_expert_bias": True}
+    dense = write_first_dense_layers(config, "num_dense_layers")
+    return {**_write_layer_types(config), **dense, "use_expert_bias": True}
 
 
 LFM2_MOE = Family(

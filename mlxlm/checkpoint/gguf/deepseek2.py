@@ -12,6 +12,7 @@ from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import DENSE
+from mlxlm.families.family import write_shared_experts
 
 LAYER = {
     "attn_norm": ("input_layernorm",),
@@ -81,7 +82,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.value_length_mla": config.v_head_dim,
         "leading_dense_block_count": types.count(DENSE),
         "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_count": (config.shared_expert_intermediate_size or 0) // (config.moe_intermediate_size or 1),
+        "expert_shared_count": write_shared_experts(config)["n_shared_experts"],
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_weights_norm": config.norm_topk_prob,
         "expert_gating_func": _GATING[config.router],
