@@ -59,10 +59,12 @@ class DecodeStep:
 
     Attributes:
         model: `model(tokens, cache=None) -> logits`, evaluated, as `generation.load` returns it.
+        process_group: The processes that share the model.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self.process_group: ProcessGroup = getattr(model, "process_group", None) or ProcessGroup()
         # Every (container, key, value) in the tree of the model's modules, as three lists.
         self._tree: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] = ((), (), ())
         self._windows: list[int | None] = []
@@ -96,11 +98,6 @@ class DecodeStep:
         for cache, own in zip(caches, before, strict=True):
             cache.end_step(list(islice(rest, len(own))))
         return logits
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The processes that share the model."""
-        return getattr(self.model, "process_group", None) or ProcessGroup()
 
     def raise_if_fatal(self, error: Exception) -> None:
         """Raise an error of a forward pass that doesn't end the texts of this pass alone.
