@@ -4,7 +4,8 @@ python benchmarks/families.py [MODEL_TYPE ...]
 
 A tiny random model of each type is saved by transformers and loaded by mlxlm. Its logits are compared, of a whole text
 and of its last tokens one by one, in standard deviations of transformers' logits. Types that only mlx_lm has are built
-from the fields of its class, without a comparison. Where no tiny model can be made, the type is told by its name.
+from the fields of its class, without a comparison. A type without a tiny model is classified
+by its name.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def model_files(path: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: There is no model, or one in a format that others don't load.
     """
-    if path.suffix.lower() == ".gguf":
+    if _is_gguf(path):
         parts = next((model for model in gguf_models(path.parent) if path in model), [])
         if not parts:
             raise CheckpointError(f"there is no file {path}", "a .gguf file, a model folder or a run")
@@ -77,7 +77,7 @@ def model_card(path: Path, id: str, license: str | None = None) -> str:
     The figures are those of the quantization report in the folder, or of the run's log.
     """
     report = _quantization_report(path)
-    metadata = {"library_name": "gguf" if path.suffix.lower() == ".gguf" else "mlx", "pipeline_tag": "text-generation"}
+    metadata = {"library_name": "gguf" if _is_gguf(path) else "mlx", "pipeline_tag": "text-generation"}
     if license:
         metadata["license"] = license
     if hub.is_id(source := str(report.get("source", ""))) and not Path(source).exists():
@@ -90,6 +90,10 @@ def model_card(path: Path, id: str, license: str | None = None) -> str:
     if path.is_dir() and is_run_folder(path):
         lines += _training(path)
     return "\n".join(lines) + "\n"
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
 
 
 def _quantization_report(path: Path) -> dict[str, Any]:
@@ -108,8 +112,7 @@ def _facts(path: Path) -> Iterator[str]:
 
 
 def _usage(path: Path, id: str) -> Iterator[str]:
-    is_gguf = path.suffix.lower() == ".gguf"
-    other = f"llama-cli -hf {id}" if is_gguf else f'mlx_lm.generate --model {id} --prompt "Hello"'
+    other = f"llama-cli -hf {id}" if _is_gguf(path) else f'mlx_lm.generate --model {id} --prompt "Hello"'
     yield from ("", "## Usage", "", "```shell", f"mlxlm chat {id}", other, "```")
 
 
@@ -119,7 +122,8 @@ def _quantization(report: Mapping[str, Any], has_plot: bool) -> Iterator[str]:
     yield from ("", "## Quantization", "", f"Quantized with mlxlm ({method}{calibrated}).")
     metrics = report.get("metrics")
     if isinstance(metrics, Mapping):
-        figures = {name: number(metrics.get(name)) for name in metrics}
+        names = ("tokens", "kl", "top1_agreement", "bits_per_byte_before", "bits_per_byte_after")
+        figures = {name: number(metrics.get(name)) for name in names}
         yield f"Compared with its source on {figures['tokens']:.0f} tokens of {metrics.get('text')}:"
         yield from _table({
             "KL divergence from the source": f"{figures['kl']:.4f} nats per token",

@@ -26,9 +26,8 @@ def plot_losses(run: RunHistory, path: Path) -> None:
     count_axis(axes.xaxis)
     axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
     if run.best:
-        _, loss, bits, _ = run.best
-        points = [(run.x_at_step("tokens", step), loss) for step, loss, _, _ in run.validations]
-        label = f"validation (best {loss:.3f} = {bits:.3f} bits per byte)"
+        points = [(run.x_at_step("tokens", v.step), v.loss) for v in run.validations]
+        label = f"validation (best {run.best.loss:.3f} = {run.best.bits_per_byte:.3f} bits per byte)"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
     learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")
@@ -54,7 +53,7 @@ def plot_runs(runs: Mapping[str, RunHistory], path: Path) -> None:
         losses += [loss for _, loss in points[len(points) // 10 :]]
         label = name.replace("$", r"\$")  # which would start a formula
         label += f": {run.best.bits_per_byte:.4f}" if run.best else ""
-        points = [(run.x_at_step("tokens", step), bits) for step, _, bits, _ in run.validations]
+        points = [(run.x_at_step("tokens", v.step), v.bits_per_byte) for v in run.validations]
         _plot(validation, points, "o-", ms=3, color=color, label=label)
     if losses:
         losses.sort()
