@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from mlxlm.chat.chat_template import CHAT_FORMATS, MODEL, NAMES, PLAIN, ChatTemplate, RenderOptions
 from mlxlm.chat.messages import Message, check_final_message, parse_tools
+from mlxlm.chat.reasoning import THINK
 from mlxlm.chat.tool_calls import JSON_FORMAT, to_plain_messages
 from mlxlm.generation import LoadedModel
 from mlxlm.generation.jsonl import EXAMPLE_MESSAGE, check_is_question, check_message
@@ -31,6 +32,9 @@ class PlainTextEncoder:
     name = PLAIN
     eos_token_ids: frozenset[int] = frozenset()
     generation_prefix = ""
+    may_reason = False
+    reasoning_tags = THINK
+    skip_special_tokens = True
     tool_format = JSON_FORMAT
 
     def __init__(self, tokenizer: Tokenizer):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.chat.answer import Answer, Cancellation, ChatStats, parsed_chunks
-from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_encoder import Messages, parse_messages
 from mlxlm.chat.chat_model import ChatModel, edited_answer
 from mlxlm.chat.generate import sampling_functions
@@ -28,7 +27,6 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
-from mlxlm.chat.reasoning import split
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
 from mlxlm.config.option import non_default_fields
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
@@ -469,8 +467,7 @@ class Chat:
         start = self._chat_model.answer_start if start is None else start
         stream = self._chat_model.answer(earlier, exchange.prompt, self._options, on_prefill, may_call)
         cancellation.attach(stream)
-        parser, reason = AnswerParser(self._chat_model.tool_format if may_call else None), None
-        parser.push(start.content)
+        parser, reason = self._chat_model.parser(start.content, may_call), None
         try:
             for generated in stream:
                 chunks, reason = parsed_chunks(parser, generated), generated.finish_reason
@@ -480,10 +477,7 @@ class Chat:
         finally:
             stream.cancel()
             if (result := stream.partial_result()).tokens:
-                turn = self._chat_model.turn(exchange, start, result)
-                # Calls that have no results yet aren't kept, nor is the beginning of one.
-                if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text("text"):
-                    turn = replace(turn, answer=parser.text("text"), ids=())
+                turn = self._chat_model.turn(exchange, start, result, parser)
                 turns = (*exchange.conversation.turns, turn)
                 self._branches.current = replace(exchange.conversation, turns=turns)
                 if self._options.seed == result.seed:  # it was not set during the answer
