@@ -33,10 +33,8 @@ class ReasoningTags:
         return f"\n{self.close}\n\n" if prefix else ""
 
     def render(self, reasoning: str, answer: str) -> str:
-        """Return reasoning and an answer, or their beginning, as a model writes them."""
-        if not reasoning:
-            return answer and self.answer + answer
-        return f"{self.open}{reasoning}{answer and self.close + answer}"
+        """Return reasoning, which has ended, and an answer as a model writes them."""
+        return self.open + reasoning + self.close + answer if reasoning else answer and self.answer + answer
 
 
 # In conversations, the reasoning in an answer has these tags, whatever the model writes.

@@ -280,7 +280,7 @@ class _HarmonyGrammar(_Grammar):
         return f"{self._final('content_type?')} json"
 
     def calls(self) -> str:
-        return f"ANY? {self._literal(_NEXT_MESSAGE)} before* calls" if self._reasoning else "before* calls"
+        return f"ANY? {self._literal(_NEXT_MESSAGE)} before* call" if self._reasoning else "before* call"
 
     def text_and_calls(self) -> str:
         return self.calls()
