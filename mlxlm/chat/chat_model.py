@@ -16,7 +16,7 @@ from mlxlm.chat.chat_encoder import answer_eos_token_ids, chat_encoder
 from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.history import Exchange, Turn
 from mlxlm.chat.messages import Message
-from mlxlm.chat.reasoning import THINK, split
+from mlxlm.chat.reasoning import THINK, effort_variables, split
 from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import (
     Context,
@@ -48,7 +48,10 @@ class ChatModel:
         eos_token_ids: Tokens that end an answer.
         tools: The tools that an answer may call, by their names.
         functions: The caller's functions that take part in sampling.
+        reasoning_effort: How much the model should reason, if its chat template knows that; None for its default.
     """
+
+    reasoning_effort: str | None = None
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class ChatModel:
         unchanged = [name for name, value in vars(self.defaults).items() if getattr(options, name) == value]
         options = replace(options, **{name: getattr(other.defaults, name) for name in unchanged})
         other.check(options)
+        other.reasoning_effort = self.reasoning_effort
         return other, options
 
     def set_tools(self, tools: Sequence[Callable[..., Any] | CallableTool], options: GenerationOptions) -> None:
@@ -122,6 +126,7 @@ class ChatModel:
             tools=[tool.to_dict() for tool in self.tools.values()],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            template_kwargs=effort_variables(self.reasoning_effort),
         )
 
     def prompt(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,14 @@ _ALL_TAGS = (
     ReasoningTags("<seed:think>", "</seed:think>"),
     THINK,
 )
+
+
+EFFORTS = ("none", "low", "medium", "high")
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables of chat templates for a reasoning effort, None for the model's default."""
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})} if effort else {}
 
 
 def reasoning_tags(template: str) -> ReasoningTags | None:

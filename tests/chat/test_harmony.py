@@ -17,6 +17,7 @@ from mlxlm.chat.tool_calls import JSON_FORMAT
 from mlxlm.chat.tool_grammar import tool_grammar
 from mlxlm.families import config_from_hf
 from mlxlm.generation import LoadedModel
+from mlxlm.utils.errors import GenerationError
 from tests.chat.conftest import TEXT
 from tests.chat.test_session import Scripted
 from tests.chat.test_tool_grammar import accepts_text
@@ -169,6 +170,19 @@ def test_a_chat(gpt_oss):
     chat.lm = scripted(gpt_oss, " It was.", begins="The fox.")
     assert shown(chat, "") == ["", " It was."]
     assert split(chat.messages[-1].content) == ("Hm, a fox.", "The fox. It was.")
+
+
+def test_the_reasoning_effort_of_a_chat(gpt_oss, tmp_path):
+    lm = scripted(gpt_oss, THOUGHT)
+    chat = Chat(lm, reasoning_effort="low", temperature=0)
+    chat.lm = lm
+    shown(chat)
+    assert "Reasoning: low<|end|>" in lm.tokenizer.decode(lm.model.text, skip_special_tokens=False)
+    chat.save(tmp_path / "chat.jsonl")
+    assert Chat.open(tmp_path / "chat.jsonl", lm).reasoning_effort == "low"
+    assert Chat.open(tmp_path / "chat.jsonl", lm, reasoning_effort="none").reasoning_effort == "none"
+    with pytest.raises(GenerationError, match="reasoning_effort is 'much'"):
+        chat.reasoning_effort = "much"
 
 
 def test_a_chat_that_is_stopped_in_its_reasoning(gpt_oss):
