@@ -7,15 +7,19 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import MODEL, SectionedCommand, adapter_option, json_option, offline_option, renamed
+from mlxlm.cli.options import EXISTING_PATH, MODEL, SectionedCommand, adapter_option, json_option, offline_option, renamed
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 
-_QUANTIZED = ("q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
+_QUANTIZED = ("q8_0", "q4_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 # The types of GGUF files.
 _OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", **{name: name.upper() for name in _QUANTIZED}}
 _DTYPE = "Dtype of the weights; in a .gguf file that of the matrices, which can also be quantized.  [default: SOURCE's]"
 _OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --outtype
+_CALIBRATION_TEXT = (
+    "Text to measure importance weights on, ideally like what the model will read, for a quantized .gguf file other "
+    "than q8_0."
+)
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
@@ -25,6 +29,7 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
 @click.option("--dtype", type=click.Choice(list(_OUTTYPES), case_sensitive=False), help=_DTYPE)
 @click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
+@click.option("--calibration-text", type=EXISTING_PATH, metavar="PATH", help=_CALIBRATION_TEXT)
 @adapter_option()
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
 @click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
@@ -35,6 +40,7 @@ def convert(
     *,
     dtype: str | None,
     outtype: str | None,
+    calibration_text: Path | None,
     adapter: Path | None,
     no_verify: bool,
     cross_check: bool,
@@ -57,13 +63,22 @@ def convert(
     is_gguf = out.lower().endswith(".gguf")
     if dtype in _QUANTIZED and not is_gguf:
         raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
+    if calibration_text is not None and (dtype not in _QUANTIZED or dtype == "q8_0"):
+        choices = ", ".join(name for name in _QUANTIZED if name != "q8_0")
+        raise click.UsageError(f"--calibration-text has no effect without --dtype {choices}")
     with render.phases_progress() as progress:
+        importance = None
+        if calibration_text is not None:
+            from mlxlm.quantize import importance_weights
+
+            importance = importance_weights(source, calibration_text, adapter=adapter, progress=progress)
         report = run_convert(
             source,
             out,
             dtype=None if is_gguf else dtype,
             outtype=_OUTTYPES.get(dtype or "") if is_gguf else None,
             adapter=adapter,
+            importance=importance,
             verify_output=not no_verify,
             cross_check=cross_check,
             progress=progress,
