@@ -44,7 +44,12 @@ OUTTYPES = gguf.OUTTYPES
 _MAX_FLOAT16 = 65504
 _OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Why a matrix of a GGUF file is of another type than the outtype, also for K-quants.
-_OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
+_OTHER_TYPE_REASONS = {
+    "Q8_0": "its errors are errors of the logits",
+    "Q4_1": "as in llama.cpp",
+    "F16": "its rows are not a multiple of 32",
+    "MXFP4": "as in the source",
+}
 _OTHER_K_REASONS = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q5_1", "Q8_0"), "its rows are not a multiple of 256"),
     **dict.fromkeys(("Q3_K", "Q4_K", "Q5_K", "Q6_K"), "as in llama.cpp"),
@@ -111,9 +116,21 @@ def _write_gguf(
     type: str | None,
     importance: Mapping[str, np.ndarray] | None = None,
 ) -> gguf.WriteResult:
-    """Write a file for llama.cpp."""
-    config, type = _decoder_config(source), type or _OUTTYPE_OF[_main_dtype(source)]
-    return gguf.write(path, config, tensors, source.load_tokenizer(), type, importance)
+    """Write a file for llama.cpp. Experts in MXFP4 stay so, unless another type is requested."""
+    config, outtype = _decoder_config(source), type or _OUTTYPE_OF[_main_dtype(source)]
+    mxfp4 = _mxfp4_experts(source) if type in (None, "MXFP4") else {}
+    return gguf.write(path, config, tensors, source.load_tokenizer(), outtype, importance, mxfp4)
+
+
+def _mxfp4_experts(source: WritableCheckpoint) -> dict[str, tuple[LazyTensor, LazyTensor]]:
+    """The packed weights and the scales of experts in MXFP4, by module."""
+    packed = source.packed or source if isinstance(source, Checkpoint) else source
+    quantization, tensors = packed.quantization or {}, packed.tensors
+    modules = [name.removesuffix(".scales") for name, t in tensors.items() if name.endswith(".scales")]
+    stacks = [module for module in modules if len(tensors[f"{module}.weight"].shape) == 3]
+    formats = {module: module_quantization(quantization, module) for module in stacks}
+    kept = [module for module, format in formats.items() if format and format["mode"] == "mxfp4"]
+    return {module: (tensors[f"{module}.weight"], tensors[f"{module}.scales"]) for module in kept}
 
 
 def _write_llama2c(
@@ -309,6 +326,8 @@ def convert(
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
     reasons = _OTHER_K_REASONS if "_K" in (files.outtype or "") else _OTHER_TYPE_REASONS
+    if files.outtype == "MXFP4":
+        reasons = {**reasons, "Q8_0": "only experts have 4 bits, as in llama.cpp"}
     notes = [f"kept in {kind}: {names} ({reasons[kind]})" for kind, names in other_types.items()]
     return ConversionReport(
         source=str(source),

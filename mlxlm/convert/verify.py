@@ -27,8 +27,8 @@ _AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
 # quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
 MAX_KL = {
-    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_1": 1.0, "Q2_K": 10.0, "Q3_K": 3.0,
-    "Q4_K": 1.0, "Q5_0": 0.5, "Q5_1": 0.5, "Q5_K": 0.5, "Q6_K": 0.2, _AFFINE: 0.05,
+    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_1": 1.0, "MXFP4": 1.0, "Q2_K": 10.0,
+    "Q3_K": 3.0, "Q4_K": 1.0, "Q5_0": 0.5, "Q5_1": 0.5, "Q5_K": 0.5, "Q6_K": 0.2, _AFFINE: 0.05,
 }  # fmt: skip
 
 # llama.cpp's types: weights of a block; the largest error of a weight as a share of its block's largest one; and that
@@ -39,6 +39,7 @@ _ROUNDING = {
     "Q8_0": (32, 0.5 / 127 + 2**-11, 128),
     "Q4_0": (32, 1 / 8 + 2**-11, 8),
     "Q4_1": (32, 2 / 15 + 2**-10, 16),
+    "MXFP4": (32, 1 / 4, 0),
     "Q5_0": (32, 1 / 16 + 2**-11, 16),
     "Q5_1": (32, 1 / 31 + 2**-10, 32),
     "Q2_K": (256, 4 * (0.5 / 3 + 1 / 15), 15 * 4),
@@ -47,8 +48,8 @@ _ROUNDING = {
     "Q5_K": (256, 4 * (0.5 / 31 + 1 / 63), 63 * 32),
     "Q6_K": (256, 2 * (0.5 / 32 + 0.5 / 128), 128 * 32),
 }
-# Importance weights can make the error of single weights large: the square of the relative error of a whole tensor. That
-# of a tensor with other rows is 2.
+# The largest squared relative error of a tensor: importance weights can make that of single weights large. That of a
+# tensor with its rows in another order is about 2.
 _MAX_SQUARED_ERROR = 0.5
 _NORMS_PLUS_ONE = "norms plus one in F32"  # llama.cpp's convention for Gemma
 

@@ -112,7 +112,7 @@ def _search_scale(x: np.ndarray, weights: np.ndarray, half: int) -> tuple[np.nda
     """
     largest = _largest(x)
     weighted = weights * x
-    best, scale, factor = np.float32(-np.inf), largest, largest
+    best = scale = factor = largest  # replaced in the first step
     for step in (0, *range(-9, 0), *range(1, 10)):
         new_factor = -(half + np.float32(0.1) * np.float32(step)) / largest
         integers = _rounded(new_factor * x, -half, half - 1)
@@ -169,7 +169,7 @@ def _quantized_scales(scales: np.ndarray, sums: np.ndarray | None, top: int) -> 
     if sums is None:
         integers = np.where(largest > 0, _rounded(top / largest * scales, 0, top), 0)
         return (largest / np.float32(top)).astype(np.float16), integers.astype(np.uint8)
-    best, factor = np.float32(np.inf), largest
+    best, factor = np.full_like(largest, np.inf), largest
     for step in (0, *range(-4, 0), *range(1, 5)):
         new_factor = (np.float32(0.1) * np.float32(step) + np.float32(top)) / largest
         change = scales - 1 / new_factor * _rounded(new_factor * scales, 0, top)
@@ -207,8 +207,8 @@ def _with_minima(bits: int, blocks: np.ndarray, weights: np.ndarray | None) -> n
         own = _columns(weights, size)
         found = _search_range(x, own, top, _RANGE_WITH_IMPORTANCE)
         sums = _sum(own).reshape(len(blocks), -1).T
-    scales, lows, searched = found
-    parts = (part.reshape(len(blocks), -1).T for part in (scales, 0 - lows))
+    group_scales, lows, searched = found
+    parts = (part.reshape(len(blocks), -1).T for part in (group_scales, 0 - lows))
     scales, minima = (_quantized_scales(part, sums, scale_top) for part in parts)
     step, shift = (whole.astype(np.float32) * integers for whole, integers in (scales, minima))
     integers = _requantized(blocks, step, searched, 0, top, shift)

@@ -115,6 +115,16 @@ def encode_tensor(
         yield from map_in_threads(lambda chunk: quantize(chunk, ggml).data, checked)
 
 
+def mxfp4_blocks(weight: mx.array, scales: mx.array) -> bytes:
+    """The blocks of a matrix, or a stack of them, in MLX's format mxfp4: packed uint32 weights, and uint8 scales.
+
+    A block has its scale first. MLX's bytes have two neighbors each, those of a block values 0 and 16, 1 and 17, ...
+    """
+    pairs = np.array(weight.view(mx.uint8)).reshape(-1, 16)
+    values = np.stack([pairs & 0x0F, pairs >> 4], axis=-1).reshape(-1, 32)
+    return np.hstack([np.array(scales).reshape(-1, 1), values[:, :16] | values[:, 16:] << 4]).tobytes()
+
+
 def map_in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """As `map`, in threads and with few results in memory; NumPy releases the GIL while it computes."""
     rest = iter(items)

@@ -17,7 +17,7 @@ from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.gguf.header import ggml_type
 from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, USE_IMPORTANCE
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
-from mlxlm.checkpoint.gguf.tensors import encode_tensor
+from mlxlm.checkpoint.gguf.tensors import encode_tensor, mxfp4_blocks
 from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.map_weights import to_file_weights
@@ -29,6 +29,7 @@ from mlxlm.utils.errors import CheckpointError
 # Number in llama.cpp's llama_ftype, and the type of most matrices.
 _FILE_TYPES = {
     "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"), "Q8_0": (7, "Q8_0"), "Q4_0": (2, "Q4_0"),
+    "MXFP4": (38, "MXFP4"),
     "Q2_K": (10, "Q2_K"), "Q3_K_M": (12, "Q3_K"), "Q4_K_M": (15, "Q4_K"), "Q5_K_M": (17, "Q5_K"), "Q6_K": (18, "Q6_K"),
 }  # fmt: skip
 OUTTYPES = tuple(_FILE_TYPES)
@@ -63,6 +64,7 @@ def write(
     tokenizer: Tokenizer | None,
     outtype: str = "F16",
     importance: Mapping[str, np.ndarray] | None = None,
+    mxfp4: Mapping[str, tuple[LazyTensor, LazyTensor]] | None = None,
 ) -> WriteResult:
     """Write a model that llama.cpp runs.
 
@@ -70,6 +72,7 @@ def write(
     can't be quantized and is F16. In a Q4_0 file the output head (the embedding, where they are tied) is Q8_0: its
     errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K). The types and
     bytes of a K-quant file are those of llama.cpp's quantizer, without its exceptions for Falcon and the largest Llama.
+    In an MXFP4 file all but the experts are Q8_0, as there.
 
     Args:
         path: The file; use `atomic_new_files`, so that a failed write leaves nothing.
@@ -79,6 +82,7 @@ def write(
         outtype: One of OUTTYPES.
         importance: Module of a matrix -> the mean square of the input of each column, `[width]` or for experts
             `[experts, width]`: llama.cpp's importance matrix. For the types in IMPORTANCE_OUTTYPES.
+        mxfp4: Module of experts -> weights and scales in MLX's format, which are written as they are.
 
     Raises:
         CheckpointError: llama.cpp can't run the model, or a weight is NaN or infinite.
@@ -86,8 +90,13 @@ def write(
     """
     architecture = architecture_for(config)
     file_tensors = _file_tensors(config, architecture, tensors)
-    types = {name: _tensor_type(name, tensor, outtype, config, bool(importance)) for name, tensor in file_tensors.items()}
-    columns = {f"{m.name}.weight": (importance or {}).get(m.modules[0]) for m in architecture.weight_mappings(config)}
+    types = {name: _tensor_type(name, t, outtype, config, bool(importance)) for name, t in file_tensors.items()}
+    modules = {f"{mapping.name}.weight": mapping.modules[0] for mapping in architecture.weight_mappings(config)}
+    columns = {name: importance.get(module) for name, module in modules.items()} if importance else {}
+    packed = {name: mxfp4[module] for name, module in modules.items() if module in mxfp4} if mxfp4 else {}
+    types |= dict.fromkeys(packed, "MXFP4")
+    if outtype == "MXFP4" and outtype not in types.values():
+        raise CheckpointError("MXFP4 is for experts, and this model has none", "Q4_K_M")
     tokenizer_values, tokenizer_notes = tokenizer_metadata(tokenizer, config)
     metadata = {
         "general.type": "model",
@@ -100,8 +109,11 @@ def write(
     with path.open("wb") as file:
         write_header(file, architecture.name, metadata, file_tensors, types)
         for name, tensor in file_tensors.items():
-            for chunk in encode_tensor(name, tensor, types[name], columns.get(name)):
-                file.write(chunk)
+            if name in packed:
+                file.write(mxfp4_blocks(*(part.read() for part in packed[name])))
+            else:
+                for chunk in encode_tensor(name, tensor, types[name], columns.get(name)):
+                    file.write(chunk)
             _write_padding(file)
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
     matrices = [name for name, tensor in file_tensors.items() if not _stays_float32(name, tensor)]
@@ -141,7 +153,7 @@ def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfi
     if kind in K_QUANTS:
         kind = "Q6_K" if is_head else _mixed_type(name, outtype, config)
         kind = kind if width % ggml_type(kind).block_size == 0 else _SMALLER_BLOCKS[kind]
-    elif outtype == "Q4_0" and is_head:
+    elif outtype == "MXFP4" and "_exps." not in name or outtype == "Q4_0" and is_head:
         kind = "Q8_0"
     elif outtype == "Q4_0" and has_importance and "ffn_down" in name and _layer(name) < config.num_hidden_layers // 8:
         kind = "Q4_1"

@@ -78,9 +78,7 @@ def test_installed_llama_cpp_writes_the_same(kind, weighted):
     out = np.empty((len(values), WIDTH // ggml.block_size * ggml.type_size), np.uint8)
     pointers = [part.ctypes.data_as(ctypes.c_void_p) for part in (values, out, weights)]
     start, *sizes = (ctypes.c_int64(n) for n in (0, *values.shape))
-    quantize_chunk(
-        GGMLQuantizationType[kind].value, *pointers[:2], start, *sizes, pointers[2] if weighted else None
-    )
+    quantize_chunk(GGMLQuantizationType[kind].value, *pointers[:2], start, *sizes, pointers[2] if weighted else None)
     np.testing.assert_array_equal(encoded(kind, weighted), out)
 
 

@@ -74,7 +74,7 @@ def test_gguf_package_reads_our_header(tiny_tokenizer, tmp_path):
     assert offsets == {name: (info.offset, info.nbytes) for name, info in ours.tensors.items()}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gguf.OUTTYPES if "_K" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in gguf.OUTTYPES if "_K" not in kind and kind != "MXFP4"])
 def test_every_outtype_equals_the_gguf_package(kind, tiny_tokenizer, tmp_path):
     model = random_model("gpt2", tiny_tokenizer)
     result = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
@@ -133,7 +133,8 @@ def test_types_of_k_quants(outtype, tiny_tokenizer, tmp_path):
 def test_eight_experts_have_better_attention(tiny_tokenizer):
     config = random_model("mixtral", tiny_tokenizer).config.with_changes(num_experts=8)
     kinds = {
-        part: writer._mixed_type(f"blk.1.{part}.weight", "Q4_K_M", config) for part in ("attn_v", "attn_k", "attn_output")
+        part: writer._mixed_type(f"blk.1.{part}.weight", "Q4_K_M", config)
+        for part in ("attn_v", "attn_k", "attn_output")
     }
     assert kinds == {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
 
