@@ -22,6 +22,7 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import SLIDING
 from mlxlm.config.quantization import gets_more_bits
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
@@ -38,6 +39,8 @@ _SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1
 IMPORTANCE_OUTTYPES = tuple(name for name, (_, kind) in _FILE_TYPES.items() if kind in USE_IMPORTANCE)
 _VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 _POSITIONS = "position_embd.weight"
+# Besides vectors and positions.
+_FLOAT32 = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,14 @@ def _model_name(name: str) -> str:
 def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: LazyTensors) -> dict[str, LazyTensor]:
     if config.tie_word_embeddings and not architecture.ties_head:
         tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    tensors = architecture.convert(config, tensors, True)
     result = architecture.renamed(to_file_weights(architecture.weight_mappings(config), tensors), from_file=False)
     return {**rope_tensors(config), **architecture.with_norm_offset(result, 1)}
 
 
 def _stays_float32(name: str, tensor: LazyTensor) -> bool:
-    """Whether llama.cpp's converter writes float32 whatever the type of the matrices: vectors, positions, routers."""
-    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", "ffn_gate_inp.weight"))
+    """Whether llama.cpp's converter writes float32 whatever the type of the matrices."""
+    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith(_FLOAT32)
 
 
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig, has_importance: bool) -> str:
@@ -263,7 +267,7 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
         optional = architecture.biases == "any" or (architecture.biases == "qkv" and name == "attention_bias")
         if not optional and value != (architecture.biases == "all"):
             yield f"{name} is {value}"
-    if config.layer_types is not None and not architecture.sliding_window:
+    if SLIDING in (config.layer_types or ()) and not architecture.sliding_window:
         yield "layer_types differ"
     yield from architecture.problems(config)
     yield from rope_problems(config, architecture.rope_types, architecture.yarn_truncate)
