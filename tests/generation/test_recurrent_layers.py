@@ -166,9 +166,6 @@ def test_a_file_with_another_state_is_an_error(shape, tmp_path):
     cache, dtype = RecurrentCache([(2,)]), mx.int32 if shape == (1, 2) else mx.float32
     cache[0] = mx.ones(shape, dtype)
     save_prompt_cache(tmp_path / "file", [cache], [1], {})
-    for own, problem in (
-        ([RecurrentCache([(2,)])], "layer 0: state.0 is"),
-        ([RecurrentCache([])], "layer 0: a state has"),
-    ):
+    for shapes, problem in ([(2,)], "layer 0: state.0 is"), ([], "layer 0: a state has 0 arrays"):
         with pytest.raises(CheckpointError, match=problem):
-            open_prompt_cache(tmp_path / "file").load(own)
+            open_prompt_cache(tmp_path / "file").load([RecurrentCache(shapes)])
