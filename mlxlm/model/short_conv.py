@@ -96,11 +96,11 @@ class ShortConv(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        hidden, bias = config.hidden_size, config.conv_bias
-        self.in_proj = Linear(hidden, 3 * hidden, bias=bias)
-        self.conv = CausalConv1d(hidden, config.conv_L_cache, bias)
+        hidden, channels, bias = config.hidden_size, config.conv_dim or config.hidden_size, config.conv_bias
+        self.in_proj = Linear(hidden, 3 * channels, bias=bias)
+        self.conv = CausalConv1d(channels, config.conv_L_cache, bias)
         self.state_shapes = self.conv.state_shapes
-        self.out_proj = Linear(hidden, hidden, bias=bias)
+        self.out_proj = Linear(channels, hidden, bias=bias)
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
 
