@@ -11,6 +11,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
+from mlxlm.model.attention import Attention
 from mlxlm.model.block import Block, Dropout, checkpointed_layer
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
@@ -212,7 +213,8 @@ class Decoder(nn.Module):
         self.process_group = process_group
         for layer in self.layers:
             layer.process_group = process_group
-            layer.mixer.split(process_group.rank, process_group.size)
+            if isinstance(layer.mixer, Attention):
+                layer.mixer.split(process_group)
 
     def fuse(self) -> None:
         """Fuse the projections of each layer that have the same input, for `decode`.
