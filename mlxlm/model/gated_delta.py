@@ -44,21 +44,21 @@ def chunk_decays(log_decay: mx.array, segment_ids: mx.array | None) -> tuple[mx.
         axis) after each other, `[B, ..., N, C, C]`.
     """
     B, *heads, N, size = log_decay.shape
-    total = mx.cumsum(log_decay, axis=-1)
-    last = total[..., -1:]
     index = mx.arange(size)
     visible = index[:, None] >= index
-    from_start, to_end, through = mx.exp(total), mx.exp(last - total), mx.exp(last)
+    from_start = mx.exp(mx.cumsum(log_decay, axis=-1))
+    through = from_start[..., -1:]
+    # Sums over each span: differences of the sums from the start would lose digits where a decay is strong.
+    spans = mx.cumsum(mx.where(index[:, None] > index, log_decay[..., None], 0), axis=-2)
     if segment_ids is not None:
         pad = N * size - segment_ids.shape[1]
         ids = mx.pad(segment_ids, [(0, 0), (0, pad)], mode="edge").reshape(B, *[1] * len(heads), N, size)
         before = mx.concatenate([ids[..., :1, :1], ids[..., :-1, -1:]], axis=-2)
         visible = visible & (ids[..., None] == ids[..., None, :])
         from_start = mx.where(ids == before, from_start, 0)
-        to_end = mx.where(ids == ids[..., -1:], to_end, 0)
         through = mx.where(ids[..., -1:] == before, through, 0)
-    between = mx.exp(mx.where(visible, total[..., None] - total[..., None, :], -mx.inf))
-    return from_start, to_end, through, between
+    between = mx.exp(mx.where(visible, spans, -mx.inf))
+    return from_start, between[..., -1, :], through, between
 
 
 @mx.custom_function

@@ -1,8 +1,8 @@
 """Mamba 2 (Dao & Gu 2024, "Transformers are SSMs"): a state space layer whose scan is a product of matrices.
 
-The state of a head, `[S, P]`, decays with each token by exp(-A·Δ), and the token's values are added to it: S ← exp(-A·Δ)·S
-+ Bᵀ(Δ·x). The token's output is C·S + D·x. B and C are the keys and queries of linear attention; heads share those of
-their group.
+The state of a head, `[S, P]`, decays with each token by exp(-A·Δ), and the token's values are added to it:
+H ← exp(-A·Δ)·H + Bᵀ(Δ·x). The token's output is C·H + D·x. B and C are the keys and queries of linear attention; the
+heads of a group share them.
 """
 
 from __future__ import annotations

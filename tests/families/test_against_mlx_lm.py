@@ -46,6 +46,10 @@ OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "gemma3_text", "phi",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
+MAMBA = {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 12,
+}  # fmt: skip
 MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -61,6 +65,7 @@ MIXTURES = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "granitemoehybrid": {**MAMBA, "num_local_experts": 4, "shared_intermediate_size": 64},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
 LATENT = {
@@ -81,6 +86,15 @@ FAMILIES = {
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "granitemoehybrid, dense": {
+        **SIZES,
+        **MAMBA,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
     "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
@@ -174,8 +188,8 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    own_names = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *MIXTURES)
-    assert is_mlx_layout(again, stored) == (config.model_type in own_names)
+    own_names = config.model_type.startswith("gpt") or config.num_experts is not None
+    assert is_mlx_layout(again, stored) == (own_names and config.model_type != "gpt_oss")
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"

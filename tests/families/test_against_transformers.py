@@ -248,20 +248,38 @@ CASES = {
     "granitemoehybrid": (
         "granitemoehybrid",
         {
-            **LLAMA, **MAMBA, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 36,
-            "attention_multiplier": 0.3, "embedding_multiplier": 1.5, "residual_multiplier": 0.7, "logits_scaling": 3.0,
+            **LLAMA,
+            **MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 36,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
         },
     ),
     "granitemoehybrid, dense": (
         "granitemoehybrid",
         {
-            **LLAMA, **MAMBA, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True,
-            "attention_bias": True, "time_step_limit": (1.0, 1.5),
+            **LLAMA,
+            **MAMBA,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "time_step_limit": (1.0, 1.5),
         },
     ),
     "granitemoehybrid without mamba": (
         "granitemoehybrid",
-        {**LLAMA, "num_local_experts": 0, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+        {
+            **LLAMA,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+        },
     ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (
