@@ -91,7 +91,7 @@ class Family:
     @property
     def mlx_lm_layer_modules(self) -> dict[str, str]:
         """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
-        result = {}
+        result: dict[str, str] = {}
         for name, modules in self.layer_modules.items():
             names = self.mlx_lm_names.get(name, name).split()
             if "*" in name:

@@ -125,7 +125,7 @@ class Mamba2(nn.Module):
         if is_step:
             out, state = state_space_step(*parts, state)
         else:
-            out, state = state_space_scan(*(mx.moveaxis(y, 1, 3) for y in parts), state, segment_ids)
+            out, state = state_space_scan(*(mx.moveaxis(y, 1, 3) for y in parts), state=state, segment_ids=segment_ids)
             out = mx.moveaxis(out, 3, 1)
         if cache is not None:
             cache[self.state_size - 1] = state
