@@ -27,7 +27,6 @@ LAYER = {
     "attn_output": ("self_attn.o_proj",),
     "ffn_norm": ("post_attention_layernorm",),
     **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
-    **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
 }
 _GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
 _YARN_LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale and mscale_all_dim
