@@ -138,7 +138,12 @@ _SWITCH = "block_sparse_moe.switch_mlp"
 GRANITE_HYBRID = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
-    {**GRANITE.fields, **_MAMBA_FIELDS, "num_experts": "num_local_experts", **same_names("num_experts_per_tok")},
+    {
+        **{name: hf_names for name, hf_names in GRANITE.fields.items() if name != "mlp_bias"},
+        **_MAMBA_FIELDS,
+        **same_names("num_experts_per_tok"),
+        "num_experts": "num_local_experts",
+    },
     defaults={
         "rms_norm_eps": 1e-6,
         "num_experts": 8,

@@ -120,12 +120,13 @@ class Mamba2(nn.Module):
         by_head, groups = inputs.reshape(*steps.shape, -1), (*x.shape[:-1], self.groups)
         values = (by_head * steps[..., None]).reshape(*groups, -1, by_head.shape[-1])
         keys, queries = (y.reshape(*groups, 1, -1) for y in (keys, queries))
-        parts = values, log_decay.reshape(*groups, -1), keys, queries
+        log_decay = log_decay.reshape(*groups, -1)
         state = None if cache is None else cache[self.state_size - 1]
         if is_step:
-            out, state = state_space_step(*parts, state)
+            out, state = state_space_step(values, log_decay, keys, queries, state)
         else:
-            out, state = state_space_scan(*(mx.moveaxis(y, 1, 3) for y in parts), state=state, segment_ids=segment_ids)
+            v, d, k, q = (mx.moveaxis(y, 1, 3) for y in (values, log_decay, keys, queries))
+            out, state = state_space_scan(v, d, k, q, state, segment_ids)
             out = mx.moveaxis(out, 3, 1)
         if cache is not None:
             cache[self.state_size - 1] = state

@@ -16,6 +16,18 @@ from mlxlm.families import FAMILIES, WeightMapping, kv_b_mappings
 
 TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TYPES = ("linear", "yarn")
+# Tables of `Architecture.layer` that several have.
+NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
+SEPARATE_QKV = {
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.o_proj",),
+}
+QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
+PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
+GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **PLAIN_MLP}
+LLAMA_LAYER = {**NORMS, **SEPARATE_QKV, **GATED_MLP}
 # Metadata below the architecture's prefix -> ModelConfig's field.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -170,3 +182,9 @@ class Architecture:
                     WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
                 )
         return mappings
+
+
+def read_experts(keys: MetadataReader) -> dict[str, Any]:
+    """The number of experts, and how many of them a token goes to; empty without experts."""
+    count = keys.count("expert_count", 0)
+    return {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count")} if count else {}

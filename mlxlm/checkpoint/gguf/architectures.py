@@ -8,41 +8,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.checkpoint.gguf import deepseek2, qwen
-from mlxlm.checkpoint.gguf.architecture import ROPE_TYPES, TOP_MODULES, Architecture
+from mlxlm.checkpoint.gguf import deepseek2, hybrids, qwen
+from mlxlm.checkpoint.gguf.architecture import (
+    GATED_MLP,
+    LLAMA_LAYER,
+    NORMS,
+    PLAIN_MLP,
+    QK_NORMS,
+    ROPE_TYPES,
+    SEPARATE_QKV,
+    TOP_MODULES,
+    Architecture,
+    read_experts,
+)
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL, SLIDING
-from mlxlm.families.family import write_first_dense_layers
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
-_NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
-_SEPARATE_QKV = {
-    "attn_q": ("self_attn.q_proj",),
-    "attn_k": ("self_attn.k_proj",),
-    "attn_v": ("self_attn.v_proj",),
-    "attn_output": ("self_attn.o_proj",),
-}
 _FUSED_QKV = {
     "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn_output": ("self_attn.o_proj",),
 }
-_QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
-_PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
-_GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
-_SHORT_CONV = {f"shortconv.{name}": (f"conv.{name}",) for name in ("in_proj", "conv", "out_proj")}
-_LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
 _GEMMA2_LAYER = {
-    **_SEPARATE_QKV,
-    **_GATED_MLP,
+    **SEPARATE_QKV,
+    **GATED_MLP,
     "attn_norm": ("input_layernorm",),
     "post_attention_norm": ("post_attention_layernorm",),
     "ffn_norm": ("pre_feedforward_layernorm",),
     "post_ffw_norm": ("post_feedforward_layernorm",),
 }
-_GPT_LAYER = {**_NORMS, **_FUSED_QKV, **_PLAIN_MLP}
+_GPT_LAYER = {**NORMS, **_FUSED_QKV, **PLAIN_MLP}
 _SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, with its defaults
 
 
@@ -52,11 +50,6 @@ def _read_biases(keys: MetadataReader) -> dict[str, Any]:
 
 def _read_all_biases(keys: MetadataReader) -> dict[str, Any]:
     return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
-
-
-def _read_experts(keys: MetadataReader) -> dict[str, Any]:
-    count = keys.count("expert_count", 0)
-    return {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count")} if count else {}
 
 
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
@@ -71,7 +64,7 @@ def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
 def _read_llama(keys: MetadataReader) -> dict[str, Any]:
     """A sliding window means Mistral; without one, Mistral and Llama are the same model. Experts mean Mixtral."""
     window = keys.count("attention.sliding_window", 0)
-    if experts := _read_experts(keys):
+    if experts := read_experts(keys):
         return {"model_type": "mixtral", "sliding_window": window or None, **experts}
     if window:
         return {"model_type": "mistral", "sliding_window": window}
@@ -191,17 +184,7 @@ def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
 
 def _read_granite(keys: MetadataReader) -> dict[str, Any]:
     keys.check(keys.flag("granite.rope.scaling.finetuned", True), "granite without rotary positions isn't supported")
-    return {**_read_all_biases(keys), **_read_granite_multipliers(keys)}
-
-
-def _read_granite_multipliers(keys: MetadataReader) -> dict[str, Any]:
-    return {
-        "logits_scaling": keys.number("logit_scale"),
-        "residual_multiplier": keys.number("residual_scale", 1.0) or 1.0,
-        "embedding_multiplier": keys.number("embedding_scale", 1.0) or 1.0,
-        "attention_multiplier": keys.number("attention.scale", 0.0)
-        or (keys.count("embedding_length") // keys.count("attention.head_count")) ** -0.5,
-    }
+    return {**_read_all_biases(keys), **hybrids.read_granite_multipliers(keys)}
 
 
 def _granite_problems(config: ModelConfig) -> Iterator[str]:
@@ -212,99 +195,9 @@ def _granite_problems(config: ModelConfig) -> Iterator[str]:
         yield "it has no rotary positions"
 
 
-def _read_granite_hybrid(keys: MetadataReader) -> dict[str, Any]:
-    layers, inner, heads = keys.count("block_count"), keys.count("ssm.inner_size"), keys.count("ssm.time_step_rank")
-    keys.check(heads > 0 and inner % heads == 0, f"ssm.time_step_rank {heads} doesn't divide ssm.inner_size {inner}")
-    experts = _read_experts(keys)
-    attention = keys.counts("attention.head_count_kv", layers)
-    first = next((i for i, heads in enumerate(attention) if heads), 0)
-    return {
-        **_read_granite_multipliers(keys),
-        **(experts or {"num_local_experts": 0}),
-        "attention_bias": keys.has_tensor(f"blk.{first}.attn_q.bias"),
-        "shared_intermediate_size": keys.count("expert_shared_feed_forward_length", 0)
-        if experts
-        else keys.count("feed_forward_length"),
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_d_state": keys.count("ssm.state_size"),
-        "mamba_d_conv": keys.count("ssm.conv_kernel"),
-        "mamba_n_groups": keys.count("ssm.group_count"),
-        "mamba_expand": inner // max(1, keys.count("embedding_length")),
-        "position_embedding_type": "rope" if keys.flag("granitehybrid.rope.scaling.finetuned", True) else "nope",
-    }
-
-
-def _granite_hybrid_metadata(config: ModelConfig) -> dict[str, Any]:
-    heads = config.mamba_n_heads or 0
-    return {
-        **_granite_metadata(config),
-        **({"expert_shared_feed_forward_length": config.shared_expert_intermediate_size} if config.num_experts else {}),
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": heads * (config.mamba_d_head or 0),
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.time_step_rank": heads,
-        "ssm.group_count": config.mamba_n_groups,
-        "rope.scaling.finetuned": config.positions == "rope",
-    }
-
-
-def _granite_hybrid_problems(config: ModelConfig) -> Iterator[str]:
-    if config.layer_types is None:
-        yield "no layer has Mamba 2, but some have experts or no positions"
-    elif (config.mamba_n_heads or 0) * (config.mamba_d_head or 0) != 2 * config.hidden_size:
-        yield f"mamba_n_heads · mamba_d_head is not twice the hidden_size ({config.hidden_size})"
-    if not config.mamba_conv_bias or config.mamba_proj_bias:
-        yield "it needs mamba_conv_bias, and no mamba_proj_bias"
-    if config.time_step_limit is not None:
-        yield f"time_step_limit is {config.time_step_limit}"
-
-
-def _read_lfm2(keys: MetadataReader) -> dict[str, Any]:
-    return {"conv_L_cache": keys.count("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
-
-
-def _read_lfm2_moe(keys: MetadataReader) -> dict[str, Any]:
-    return {
-        **_read_lfm2(keys),
-        "num_experts": keys.count("expert_count"),
-        "num_experts_per_tok": keys.count("expert_used_count"),
-        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
-        "num_dense_layers": keys.count("leading_dense_block_count", 0),
-    }
-
-
-def _lfm2_metadata(config: ModelConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"shortconv.l_cache": config.conv_L_cache}
-    if config.num_experts:
-        values |= {
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "leading_dense_block_count": write_first_dense_layers(config, "")[""],
-            "expert_gating_func": 2,  # sigmoid
-        }
-    return values
-
-
-def _lfm2_problems(config: ModelConfig) -> Iterator[str]:
-    if config.conv_bias:
-        yield "conv_bias is True"
-    if config.num_experts and not (config.norm_topk_prob and config.routed_scaling_factor == 1):
-        yield "it needs norm_topk_prob, and a routed_scaling_factor of 1"
-
-
-def _granite_metadata(config: ModelConfig) -> dict[str, Any]:
-    scalar = config.query_pre_attn_scalar
-    return {
-        **({} if scalar is None else {"attention.scale": float(scalar**-0.5)}),
-        "logit_scale": float(config.logits_scaling),
-        "residual_scale": float(config.residual_multiplier),
-        "embedding_scale": float(config.embedding_multiplier),
-    }
-
-
 def _read_gpt_oss(keys: MetadataReader) -> dict[str, Any]:
     return {
-        **_read_experts(keys),
+        **read_experts(keys),
         "intermediate_size": keys.count("expert_feed_forward_length"),
         "sliding_window": keys.count("attention.sliding_window"),
         "attention_bias": True,
@@ -358,7 +251,7 @@ ARCHITECTURES = {
         Architecture(
             "llama",
             ("llama", "mistral", "mixtral"),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             experts=True,
             interleaved=True,
             biases="any",
@@ -366,18 +259,18 @@ ARCHITECTURES = {
             rope_types=(*ROPE_TYPES, "llama3"),
             read_fields=_read_llama,
         ),
-        Architecture("qwen2", ("qwen2",), _LLAMA_LAYER, read_fields=_read_qwen2),
+        Architecture("qwen2", ("qwen2",), LLAMA_LAYER, read_fields=_read_qwen2),
         Architecture(
             "qwen3",
             ("qwen3",),
-            {**_LLAMA_LAYER, **_QK_NORMS},
+            {**LLAMA_LAYER, **QK_NORMS},
             free_head_dim=True,
             read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
         ),
         Architecture(
             "qwen2moe",
             ("qwen2_moe",),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             experts=True,
             ties_head=False,
             read_fields=lambda keys: {**qwen.read_experts(keys), "qkv_bias": keys.has_tensor("blk.0.attn_q.bias")},
@@ -387,7 +280,7 @@ ARCHITECTURES = {
         Architecture(
             "qwen3moe",
             ("qwen3_moe",),
-            {**_LLAMA_LAYER, **_QK_NORMS},
+            {**LLAMA_LAYER, **QK_NORMS},
             experts=True,
             biases="none",
             free_head_dim=True,
@@ -420,17 +313,17 @@ ARCHITECTURES = {
         Architecture(
             "olmoe",
             ("olmoe",),
-            {**_LLAMA_LAYER, **_QK_NORMS},
+            {**LLAMA_LAYER, **QK_NORMS},
             experts=True,
             biases="none",
             ties_head=False,
-            read_fields=lambda keys: {**_read_experts(keys), "norm_topk_prob": False},
+            read_fields=lambda keys: {**read_experts(keys), "norm_topk_prob": False},
             problems=_olmoe_problems,
         ),
         Architecture(
             "gemma3",
             ("gemma3_text",),
-            {**_GEMMA2_LAYER, **_QK_NORMS},
+            {**_GEMMA2_LAYER, **QK_NORMS},
             norm_offset=True,
             free_head_dim=True,
             sliding_window=True,
@@ -442,7 +335,7 @@ ARCHITECTURES = {
         Architecture(
             "smollm3",
             ("smollm3",),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             interleaved=True,
             biases="any",
             read_fields=_read_all_biases,
@@ -451,49 +344,19 @@ ARCHITECTURES = {
         Architecture(
             "granite",
             ("granite", "granitemoehybrid"),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             interleaved=True,
             biases="any",
             rope_types=(*ROPE_TYPES, "llama3"),
             read_fields=_read_granite,
-            metadata=_granite_metadata,
+            metadata=hybrids.granite_metadata,
             problems=_granite_problems,
         ),
-        Architecture(
-            "granitehybrid",
-            ("granitemoehybrid",),
-            _LLAMA_LAYER,
-            experts=True,
-            interleaved=True,
-            biases="qkv",
-            recurrent="mamba",
-            rope_types=(*ROPE_TYPES, "llama3"),
-            read_fields=_read_granite_hybrid,
-            metadata=_granite_hybrid_metadata,
-            problems=_granite_hybrid_problems,
-        ),
-        *(
-            Architecture(
-                name,
-                (family,),
-                {**_LLAMA_LAYER, **_QK_NORMS, **_SHORT_CONV},
-                {"token_embd": "model.embed_tokens", "token_embd_norm": "model.norm", "output": "lm_head"},
-                biases="none",
-                recurrent="conv",
-                experts=name == "lfm2moe",
-                read_fields=read_fields,
-                metadata=_lfm2_metadata,
-                problems=_lfm2_problems,
-            )
-            for name, family, read_fields in (
-                ("lfm2", "lfm2", _read_lfm2),
-                ("lfm2moe", "lfm2_moe", _read_lfm2_moe),
-            )
-        ),
+        *hybrids.ARCHITECTURES,
         Architecture(
             "arcee",
             ("arcee",),
-            {**_NORMS, **_SEPARATE_QKV, **_PLAIN_MLP},
+            {**NORMS, **SEPARATE_QKV, **PLAIN_MLP},
             interleaved=True,
             biases="none",
             activations=("relu2",),
@@ -502,7 +365,7 @@ ARCHITECTURES = {
         Architecture(
             "starcoder2",
             ("starcoder2",),
-            {**_NORMS, **_SEPARATE_QKV, **_PLAIN_MLP},
+            {**NORMS, **SEPARATE_QKV, **PLAIN_MLP},
             biases="all",
             activations=_GELU,
         ),
@@ -521,7 +384,7 @@ ARCHITECTURES = {
         Architecture(
             "gemma",
             ("gemma",),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             norm_offset=True,
             free_head_dim=True,
             activations=_GELU_TANH,
@@ -532,9 +395,9 @@ ARCHITECTURES = {
             "olmo2",
             ("olmo2", "olmo3"),
             {
-                **_SEPARATE_QKV,
-                **_QK_NORMS,
-                **_GATED_MLP,
+                **SEPARATE_QKV,
+                **QK_NORMS,
+                **GATED_MLP,
                 "post_attention_norm": ("post_attention_layernorm",),
                 "post_ffw_norm": ("post_feedforward_layernorm",),
             },
@@ -550,7 +413,7 @@ ARCHITECTURES = {
             {
                 "attn_norm": ("input_layernorm",),
                 "post_attention_norm": ("post_attention_layernorm",),
-                **_SEPARATE_QKV,
+                **SEPARATE_QKV,
                 "attn_sinks.weight": ("self_attn.sinks",),
             },
             experts=True,
@@ -567,7 +430,7 @@ ARCHITECTURES = {
             "phi2",
             ("phi",),
             # files from before 2024 have fused projections
-            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_SEPARATE_QKV, **_PLAIN_MLP},
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **SEPARATE_QKV, **PLAIN_MLP},
             biases="all",
             ties_head=False,
             activations=_GELU,
@@ -575,7 +438,7 @@ ARCHITECTURES = {
         Architecture(
             "phi3",
             ("phi3",),
-            {**_NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
+            {**NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
             biases="none",
             rope_types=(*ROPE_TYPES, "longrope"),
             read_fields=lambda keys: {"sliding_window": keys.count("attention.sliding_window", 0) or None},
@@ -611,7 +474,7 @@ ARCHITECTURES = {
         Architecture(
             "falcon",
             ("falcon",),
-            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_PLAIN_MLP},
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **PLAIN_MLP},
             extra_layer=_falcon_norms,
             biases="none",
             read_fields=_read_falcon,

@@ -329,7 +329,7 @@ class MetadataReader:
         value = self.header.metadata.get(key)
         if not isinstance(value, Array):
             return [self.count(short)] * layers
-        self.check(not value.holds_strings and value.count == layers, f"{key} must have {layers} whole numbers")
+        self.check(value.count == layers, f"{key} has {value.count} values, one for each of {layers} layers is needed")
         return [self._check_size(key, item) for item in value.read()]
 
     def _check_size(self, key: str, value: Any) -> int:
