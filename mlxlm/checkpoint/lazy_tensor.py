@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,25 @@ class LazyTensor:
             read=lambda: function(read()),
         )
 
-    def part(self, axis: int, index: int, count: int) -> LazyTensor:
-        """Return part `index` of `count` equal parts along `axis`. Of a tensor in a file, only that part is read."""
-        size = self.shape[axis] // count
-        where = (*[slice(None)] * (axis % len(self.shape)), slice(index * size, (index + 1) * size))
-        shape = tuple(size if i == axis % len(self.shape) else n for i, n in enumerate(self.shape))
+    def part(self, axis: int, index: int, count: int, blocks: Sequence[int] = ()) -> LazyTensor:
+        """Return part `index` of `count` equal parts along `axis`. Of a tensor in a file, only that part is read.
+
+        With `blocks`, their sizes along `axis`, it is that part of each block.
+        """
+        axis, where, start = axis % len(self.shape), [], 0
+        for size in blocks or (self.shape[axis],):
+            first, start = start + index * size // count, start + size
+            where.append((*[slice(None)] * axis, slice(first, first + size // count)))
+        shape = tuple(n // count if i == axis else n for i, n in enumerate(self.shape))
         whole = self.read
 
         def read() -> mx.array:
             if isinstance(whole, FileTensor):
-                return whole.read_part(where)
-            value = mx.contiguous(whole()[where])
+                values = [whole.read_part(slices) for slices in where]
+            else:
+                array = whole()
+                values = [array[slices] for slices in where]
+            value = mx.contiguous(mx.concatenate(values, axis) if len(values) > 1 else values[0])
             mx.eval(value)  # a lazy one would keep the whole tensor until it is used
             return value
 

@@ -15,6 +15,7 @@ from mlxlm.checkpoint.mlx_lm.model import build_model
 from mlxlm.generation import Context, Engine, LoadedModel, prefill, run_batch
 from mlxlm.generation.decode_step import DecodeStep, LayerStep
 from mlxlm.generation.kv_memory import KVMemory
+from mlxlm.utils.errors import GenerationError
 from tests.generation.test_batching import requests
 from tests.generation.texts import alone, greedy, request, same
 
@@ -31,9 +32,10 @@ KINDS = {  # by the kinds of their caches
         "mamba", {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     ),
     "recurrent and full": (
-        "qwen3_5_text",
+        "olmo_hybrid",
         {
-            "full_attention_interval": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"], "attention_bias": False,
+            "linear_allow_neg_eigval": True, "linear_num_value_heads": 4, "linear_num_key_heads": 4,
             "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
         },
     ),
@@ -181,7 +183,7 @@ def test_recurrent_states_can_be_taken_back():
         cache.begin_update(cache.rows, count)
         cache[0] = mx.full((cache.rows, 2), value)
 
-    one, other = RecurrentCache(1), RecurrentCache(1)
+    one, other = RecurrentCache([None]), RecurrentCache([None])
     for value, count in enumerate([7, 1, 1], 1):
         read(one, count, value)
     read(other, 5, 9)
@@ -196,3 +198,12 @@ def test_recurrent_states_can_be_taken_back():
     assert others[0].tolist() == [[9, 9]]
     both.select([1])
     assert both.rows == 1 and both.compact_copy().nbytes == 8 < both.nbytes
+    one = RecurrentCache([(2,)])
+    read(one, 7, 1)
+    read(one, 5, 2)
+    one.set_after(0, lambda n: mx.full((1, 2), 10 + n))
+    for count, left in ((2, 13), (1, 12), (2, 1)):
+        one.trim(count)
+        assert one[0].tolist() == [[left, left]]
+    with pytest.raises(GenerationError, match="can't trim 1 tokens from a recurrent state"):
+        one.trim(1)
