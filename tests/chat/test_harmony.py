@@ -214,6 +214,11 @@ def test_a_chat_with_tools(gpt_oss):
     assert f'{ANALYSIS}Look.{NEXT} to=functions.f{COMMENTARY} json<|message|>{{"a": "<b|>"}}<|call|><|start|>' in text
 
 
+def test_a_constrained_answer_has_no_reasoning(gpt_oss):
+    chat = Chat(gpt_oss, choice=["yes"], temperature=0)
+    assert shown(chat) == ["", "yes"] and chat.messages[-1].content == "yes"
+
+
 def test_json_of_a_schema_comes_after_reasoning(gpt_oss):
     lm = scripted(gpt_oss, f'{ANALYSIS}Look.{NEXT}{FINAL}{{"ok": true}}')
     chat = Chat(lm, json_schema=SCHEMA, temperature=0, max_tokens=200)
