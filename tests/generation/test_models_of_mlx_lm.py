@@ -38,9 +38,10 @@ KINDS = {  # by the kinds of their caches
         "mamba", {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     ),
     "recurrent and full": (
-        "qwen3_5_text",
+        "olmo_hybrid",
         {
-            "full_attention_interval": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"], "attention_bias": False,
+            "linear_allow_neg_eigval": True, "linear_num_value_heads": 4, "linear_num_key_heads": 4,
             "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
         },
     ),

@@ -43,6 +43,8 @@ class Architecture:
         extra_layer: Further entries of `layer` that depend on the configuration.
         norm_offset: Norm weights are stored plus one.
         interleaved: Rows of queries and keys are rotary pairs.
+        groups: Names of tensors in which the rows of several modules alternate -> the field with the number of groups.
+        convert: Converts values of the decoder's tensors for a file (True), or those of a file for the decoder.
         biases: Which linear modules have one: "none", "qkv" (optional), "any" (optional) or "all".
         activations: Values of `hidden_act` that it computes.
         experts: Its models can be mixtures of experts.
@@ -63,6 +65,8 @@ class Architecture:
     extra_layer: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}
     norm_offset: bool = False
     interleaved: bool = False
+    groups: Mapping[str, str] = field(default_factory=dict)
+    convert: Callable[[ModelConfig, LazyTensors, bool], LazyTensors] = lambda config, tensors, to_file: tensors
     biases: str = "qkv"
     activations: tuple[str, ...] = ("silu",)
     experts: bool = False
@@ -83,7 +87,9 @@ class Architecture:
         def add(tensor: LazyTensor) -> LazyTensor:
             return tensor.astype(mx.float32).transform(lambda value: value + sign)
 
-        return {name: add(tensor) if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+        plain = ("ssm_norm.weight",)  # of the gated delta rule
+        norms = {name for name in tensors if name.endswith("norm.weight") and not name.endswith(plain)}
+        return {name: add(tensor) if name in norms else tensor for name, tensor in tensors.items()}
 
     @property
     def norm_eps_key(self) -> str:
@@ -98,8 +104,12 @@ class Architecture:
 
     def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
         """How a file of this architecture stores the modules of `config`."""
-        q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        rows = {"attn_qkv": (q, kv, kv), "ffn_up": (config.intermediate_size,) * 2}
+        rows = {
+            f"model.layers.{i}.{matrix.module}": matrix.outputs
+            for i, kind in enumerate(config.layer_sublayers)
+            for sublayer in kind
+            for matrix in sublayer.matrices
+        }
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         layer = {**self.layer, **(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
         mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
@@ -108,9 +118,14 @@ class Architecture:
         for i in range(config.num_hidden_layers):
             for name, modules in layer.items():
                 full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
+                if len(modules) > 1 and full_names[0] not in rows:  # of another kind of layer
+                    continue
                 interleaved = heads.get(name, 0) if self.interleaved else 0
-                fused_rows = rows[name] if len(modules) > 1 else ()
-                mappings.append(WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, interleaved=interleaved))
+                fused_rows = tuple(rows[module] for module in full_names) if len(modules) > 1 else ()
+                groups = getattr(config, self.groups[name]) if name in self.groups else 1
+                mappings.append(
+                    WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
+                )
         return mappings
 
     def renamed(self, tensors: LazyTensors, from_file: bool) -> dict[str, LazyTensor]:

@@ -18,11 +18,13 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
+from mlxlm.config import ModelConfig
 from mlxlm.families import FAMILIES, config_from_hf, family_config, weight_mappings
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_PARTS = 1000
+_MTP_LAYERS = "nextn_predict_layers"  # how many of block_count predict several tokens
 
 
 def open_gguf(path: Path | str) -> Checkpoint:
@@ -38,12 +40,16 @@ def open_gguf(path: Path | str) -> Checkpoint:
     architecture = _architecture(keys)
     values = _read_hf_config(keys, architecture)
     config = config_from_hf(values, source=str(header.path))
-    infos = {name: info for name, info in header.tensors.items() if name not in ROPE_TENSORS}
+    infos = {
+        name: info
+        for name, info in header.tensors.items()
+        if name not in ROPE_TENSORS and not _predicts_more_tokens(name, keys, config)
+    }
     mappings = architecture.weight_mappings(config)
 
     def decoder_weights(tensors: LazyTensors) -> LazyTensors:
         tensors = architecture.renamed(architecture.with_norm_offset(tensors, -1), from_file=True)
-        return to_decoder_weights(mappings, tensors, str(header.path))
+        return architecture.convert(config, to_decoder_weights(mappings, tensors, str(header.path)), False)
 
     described = {name: read_tensor(info) for name, info in infos.items()}
     embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
@@ -55,6 +61,8 @@ def open_gguf(path: Path | str) -> Checkpoint:
     opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
     # Parts of a matrix with other groups, in this file or in mlx_lm's.
     parts = {part for m in weight_mappings(config, for_mlx=True) if m.per_head for part in m.modules}
+    if (config.linear_value_head_dim or 0) % affine.GROUP_SIZE:  # groups that span heads can't be reordered
+        parts |= {part for m in mappings for part in m.modules if part.endswith("linear_attn.out_proj")}
     modules = {m.name for m in mappings if not m.per_head and parts.isdisjoint(m.modules)}
     packed = decoder_weights(affine.packed_tensors(infos, described, modules))
     if (quantization := affine.quantization_config(packed)) is None:
@@ -63,6 +71,12 @@ def open_gguf(path: Path | str) -> Checkpoint:
 
 
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)
+
+
+def _predicts_more_tokens(name: str, keys: MetadataReader, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to the layers after the last one, which predict several tokens and aren't used."""
+    layer = name.removeprefix("blk.").partition(".")[0]
+    return keys.has(_MTP_LAYERS) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def _join_parts(header: Header) -> Header:
@@ -107,13 +121,18 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     """
     hidden, heads = _check_sizes(keys)
     head_dim = keys.count("attention.key_length", hidden // heads)
+    defaults = {
+        "attention.head_count_kv": heads,
+        "feed_forward_length": keys.count("expert_feed_forward_length", 0) or None,  # files without dense layers
+    }
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
-        **{name: keys.count(key, heads if key == "attention.head_count_kv" else None) for key, name in SIZES.items()},
+        **{name: keys.count(key, defaults.get(key)) for key, name in SIZES.items()},
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),
     }
+    values["num_hidden_layers"] -= keys.count(_MTP_LAYERS, 0)
     if architecture.free_head_dim:
         values["head_dim"] = head_dim
         equal = keys.count("attention.value_length", hidden // heads) == head_dim

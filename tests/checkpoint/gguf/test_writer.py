@@ -74,7 +74,7 @@ def test_gguf_package_reads_our_header(tiny_tokenizer, tmp_path):
     assert offsets == {name: (info.offset, info.nbytes) for name, info in ours.tensors.items()}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gguf.OUTTYPES if "_K" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in gguf.OUTTYPES if "_K" not in kind and kind != "MXFP4"])
 def test_every_outtype_equals_the_gguf_package(kind, tiny_tokenizer, tmp_path):
     model = random_model("gpt2", tiny_tokenizer)
     result = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
@@ -101,6 +101,12 @@ K_TYPES = {
     },
     "Q5_K_M": {"Q5_K": "token_embd blk.0.attn_q blk.1.attn_v", "Q6_K": "output blk.3.attn_v", "Q5_1": "blk.4.ffn_down"},
     "Q6_K": {"Q6_K": "token_embd output blk.1.attn_v blk.5.attn_q", "Q8_0": "blk.1.ffn_down blk.3.ffn_down"},
+    "Q3_K_M": {
+        "Q3_K": "token_embd blk.0.attn_q blk.0.ffn_up", "Q5_K": "blk.0.attn_v blk.1.attn_v", "Q6_K": "output",
+        "Q4_K": "blk.2.attn_v", "Q5_0": "blk.0.attn_output blk.0.ffn_down blk.7.ffn_down",
+    },
+    "Q2_K": {"Q2_K": "token_embd blk.0.attn_k blk.7.ffn_up", "Q3_K": "blk.7.attn_v",
+             "Q4_0": "blk.0.ffn_down blk.7.attn_output", "Q6_K": "output"},
 }  # fmt: skip
 
 
@@ -121,16 +127,16 @@ def test_types_of_k_quants(outtype, tiny_tokenizer, tmp_path):
     assert file_type == f"MOSTLY_{outtype}"
     again, weight = open_checkpoint(tmp_path / "m.gguf"), model.layers[3].self_attn.v_proj.weight
     read = again.tensors["model.layers.3.self_attn.v_proj.weight"].read()
-    assert 0 < mx.abs(read - weight).max() < 0.04 * mx.abs(weight).max()
+    assert 0 < mx.abs(read - weight).max() < 0.3 * mx.abs(weight).max()
 
 
 def test_eight_experts_have_better_attention(tiny_tokenizer):
     config = random_model("mixtral", tiny_tokenizer).config.with_changes(num_experts=8)
     kinds = {
-        part: writer._mixed_type(f"blk.1.{part}.weight", "Q4_K", config) for part in ("attn_v", "attn_k", "attn_output")
+        part: writer._mixed_type(f"blk.1.{part}.weight", "Q4_K_M", config)
+        for part in ("attn_v", "attn_k", "attn_output")
     }
     assert kinds == {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
-    assert writer._mixed_type("blk.1.attn_qkv.weight", "Q4_K", config) == "Q5_K"
 
 
 def test_unquantizable_rows_are_float16(tiny_tokenizer, tmp_path):
