@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
-from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
+from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_flatten
+from mlxlm.backend.process_group import ProcessGroup
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, dequantize_to_scales, unpacked_shapes
 from mlxlm.config.tensor_parallel import split_config
 from mlxlm.model import Decoder
@@ -14,19 +16,15 @@ from mlxlm.utils.errors import CheckpointError
 _QUANTIZED = ("weight", "scales", "biases")
 
 
-def split_checkpoint(checkpoint: AnyCheckpoint, rank: int, size: int) -> Checkpoint:
+def split_checkpoint(checkpoint: Checkpoint, rank: int, size: int) -> Checkpoint:
     """Part `rank` of `size` equal parts of a checkpoint. Its tensors read no more of a safetensors file than they need.
 
     Where a part's configuration has a smaller parameter, it is divided along that axis. A quantized matrix whose groups
     can't be divided is dequantized.
 
     Raises:
-        ConfigError, CheckpointError: It can't be divided.
+        ConfigError: It can't be divided.
     """
-    if not isinstance(checkpoint, Checkpoint):
-        reason = getattr(checkpoint, "unsupported_reason", "its architecture")
-        problem = f"{checkpoint.path} is run by mlx_lm ({reason}), and can't be split over processes"
-        raise CheckpointError(problem, "one machine")
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     part = split_config(config, size)
     whole_shapes = unpacked_shapes(tensors, config.quantization, str(checkpoint.path))
@@ -56,3 +54,20 @@ def split_checkpoint(checkpoint: AnyCheckpoint, rank: int, size: int) -> Checkpo
             tensors[bias] = tensors[bias].transform(mx.zeros_like)  # it is added once
     packed = checkpoint.packed and split_checkpoint(checkpoint.packed, rank, size)
     return replace(checkpoint, config=part, tensors=tensors, packed=packed)
+
+
+def shard_with_mlx_lm(model: nn.Module, process_group: ProcessGroup, path: Path) -> None:
+    """Keep this process's part of a model of mlx_lm's classes, by mlx_lm's own code, and add up the parts' outputs.
+
+    Raises:
+        CheckpointError: mlx_lm can't divide it.
+    """
+    try:
+        if not hasattr(model, "shard"):
+            raise ValueError("mlx_lm has no tensor parallelism for this architecture")
+        model.shard(process_group.mlx_group)
+        model(mx.zeros((1, 1), mx.int32))  # without computing anything: sizes that can't be divided don't fit together
+    except Exception as error:  # whatever its code raises
+        problem = f"{path} can't be split over {process_group.size} processes: {error}"
+        raise CheckpointError(problem, "fewer processes, or one machine") from None
+    model.process_group = process_group
