@@ -24,6 +24,8 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     Raises:
         ConfigError: It can't be divided.
     """
+    if "mamba" in (config.layer_types or ()):
+        raise ConfigError("layers with Mamba 2, whose heads share keys and a norm, can't be split", "one machine")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
     if "conv" in (config.layer_types or ()):

@@ -125,6 +125,17 @@ def test_biases_of_sums_are_added_once():
         ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, 2, "num_key_value_heads 3"),
         ({**EXPERTS, "moe_intermediate_size": 33}, 2, r"moe_intermediate_size 33 equally \(try: one machine\)"),
         ({"layer_types": ("conv", "full_attention"), "hidden_size": 72, "head_dim": 16}, 16, "conv_dim 72"),
+        (
+            {
+                "layer_types": ("mamba", "full_attention"),
+                "mamba_n_heads": 4,
+                "mamba_n_groups": 2,
+                "mamba_d_head": 8,
+                "mamba_d_state": 12,
+            },
+            2,
+            "can't be split",
+        ),
     ],
 )
 def test_what_processes_cannot_share(fields, size, expected):
