@@ -58,6 +58,16 @@ NATIVE = {  # run by mlxlm's decoder
     "qwen3_next": {**_BASE, **_EXPERTS, **_LINEAR, "decoder_sparse_step": 1},
     "qwen3_5_moe_text": {**_BASE, **_EXPERTS, **_LINEAR},
     "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {
+        **_BASE,
+        **_EXPERTS,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention"],
+    },
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 

@@ -199,6 +199,26 @@ def gated_delta(c: Config) -> Sublayer:
     )
 
 
+def mamba2(c: Config) -> Sublayer:
+    """Mamba 2."""
+    hidden, heads, taps, bias = c.hidden_size, c.mamba_n_heads, c.mamba_d_conv, c.mamba_proj_bias
+    inner, state = heads * c.mamba_d_head, heads * c.mamba_d_head * c.mamba_d_state
+    mixed = inner + 2 * c.mamba_n_groups * c.mamba_d_state
+    return Sublayer(
+        matrices=(
+            Matrix("mamba.in_proj", "projections", hidden, inner + mixed + heads, bias),
+            Matrix("mamba.conv1d", "convolution", taps, mixed, c.mamba_conv_bias),  # of each channel by itself
+            Matrix("mamba.out_proj", "output", inner, hidden, bias),
+        ),
+        activations=4 * mixed + 7 * inner,
+        norms=inner,
+        biases=3 * heads,  # of the time steps, the decay, and the factor of the input in the output
+        state_values=(taps - 1) * mixed,
+        float32_state_values=state,
+        state_flops=4 * state,  # written and read
+    )
+
+
 def mlp(c: Config) -> Sublayer:
     """The feed-forward."""
     return Sublayer(
@@ -239,8 +259,18 @@ MIXERS: dict[str, Callable[[Config], Sublayer]] = {
     "latent_attention": latent_attention,
     "short_conv": short_conv,
     "gated_delta": gated_delta,
+    "mamba2": mamba2,
 }
 MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
+
+
+# The sizes of recurrent layers; the second divides the first.
+_RECURRENT_SIZES = {
+    "linear_attention": (
+        "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
+    ),
+    "mamba": ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state"),
+}  # fmt: skip
 
 
 def validate_layer_types(c: Config) -> Iterator[str]:
@@ -254,11 +284,10 @@ def validate_layer_types(c: Config) -> Iterator[str]:
         yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
     elif RECURRENT.keys() >= set(c.layer_types):
         yield f"layer_types has no layer with attention ({FULL})"
-    elif "linear_attention" in c.layer_types:
-        names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
-        bad = [f"{name} is {short_repr(value)}" for name in names if not is_count(value := getattr(c, name))]
-        heads, key_heads = c.linear_num_value_heads, c.linear_num_key_heads
-        if bad:
-            yield f"{', '.join(bad)}, layers with linear_attention need a positive whole number"
-        elif heads % key_heads:
-            yield f"linear_num_key_heads {key_heads} does not divide linear_num_value_heads {heads}"
+    else:
+        for kind, names in _RECURRENT_SIZES.items():
+            bad = [f"{name} is {short_repr(value)}" for name in names if not is_count(value := getattr(c, name))]
+            if kind in c.layer_types and bad:
+                yield f"{', '.join(bad)}, layers with {kind} need a positive whole number"
+            elif kind in c.layer_types and getattr(c, names[0]) % getattr(c, names[1]):
+                yield f"{names[1]} {getattr(c, names[1])} does not divide {names[0]} {getattr(c, names[0])}"

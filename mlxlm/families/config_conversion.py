@@ -78,9 +78,12 @@ def unsupported_feature(values: HFConfig) -> str | None:
     method = get_quant_method(values)
     if method and method not in SUPPORTED_QUANT_METHODS:
         return f"quantization by {method!r}"
-    types = values.get("layer_types")
-    if isinstance(types, list):
-        kinds = {SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads"}
+    types = family.read_extra(values).get("layer_types", values.get("layer_types"))
+    if isinstance(types, list | tuple):
+        kinds = {
+            SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads",
+            "mamba": "mamba_n_heads",
+        }  # fmt: skip
         if missing := [kind for kind, name in kinds.items() if kind in types and not family.hf_names(name)]:
             return f"layer_types with {missing[0]} in a {model_type} model"
     activation = _activation(values, family)

@@ -71,7 +71,7 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
     layer_modules = family.mlx_lm_layer_modules if for_mlx else dict(family.layer_modules)
-    layer_modules |= family.extra_layer_modules(config)
+    layer_modules |= family.extra_layer_modules(config, for_mlx)
     if family.rope_interleaved:
         layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
     matrices = {
@@ -103,7 +103,8 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             rows = tuple(matrices[module].outputs for module in modules)
             field = family.interleaved.get(name.removeprefix(family.prefix).split(".", 2)[-1])
             groups = getattr(config, field) if field else 1
-            mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
+            stacked = ".switch_mlp." in modules[0]
+            mappings.append(WeightMapping(stored, modules, rows, groups, transposed, stacked=stacked))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
     for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):

@@ -20,6 +20,48 @@ _CHUNK = 64  # tokens whose updates are computed at once
 _NORM_EPS = 1e-6  # of the norms of queries and keys
 
 
+def into_chunks(x: mx.array, axis: int) -> mx.array:
+    """Divide T positions, along an axis, into chunks: `[..., T, ...]` to `[..., N, C, ...]`, float32.
+
+    C is a power of two; zeros follow the last position.
+    """
+    T, size = x.shape[axis], 1
+    while size < min(T, _CHUNK):
+        size *= 2
+    x = mx.pad(x.astype(mx.float32), [(0, -T % size if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+def chunk_decays(log_decay: mx.array, segment_ids: mx.array | None) -> tuple[mx.array, ...]:
+    """Compute how much of a state is left between positions.
+
+    Args:
+        log_decay: Log of the decay with each token, `[B, ..., N, C]`, of N chunks.
+        segment_ids: int `[B, T]`, ascending: nothing is left between documents.
+
+    Returns:
+        What is left of the state before the chunk after each token, `[B, ..., N, C]`; of each token at the chunk's end,
+        `[B, ..., N, C]`; of the state before the chunk at its end, `[B, ..., N, 1]`; and of each token's own part (last
+        axis) after each other, `[B, ..., N, C, C]`.
+    """
+    B, *heads, N, size = log_decay.shape
+    index = mx.arange(size)
+    visible = index[:, None] >= index
+    from_start = mx.exp(mx.cumsum(log_decay, axis=-1))
+    through = from_start[..., -1:]
+    # Sums over each span: differences of the sums from the start would lose digits where a decay is strong.
+    spans = mx.cumsum(mx.where(index[:, None] > index, log_decay[..., None], 0), axis=-2)
+    if segment_ids is not None:
+        pad = N * size - segment_ids.shape[1]
+        ids = mx.pad(segment_ids, [(0, 0), (0, pad)], mode="edge").reshape(B, *[1] * len(heads), N, size)
+        before = mx.concatenate([ids[..., :1, :1], ids[..., :-1, -1:]], axis=-2)
+        visible = visible & (ids[..., None] == ids[..., None, :])
+        from_start = mx.where(ids == before, from_start, 0)
+        through = mx.where(ids[..., -1:] == before, through, 0)
+    between = mx.exp(mx.where(visible, spans, -mx.inf))
+    return from_start, between[..., -1, :], through, between
+
+
 @mx.custom_function
 def inverse(lower: mx.array) -> mx.array:
     """Invert I + `lower`, of strictly lower triangular matrices `[..., C, C]`; C is a power of two.
@@ -81,30 +123,9 @@ def gated_delta_rule(
         tokens, 1 to 64.
     """
     B, H, T, K = keys.shape
-    size = 1
-    while size < min(T, _CHUNK):
-        size *= 2
-    pad = -T % size
-
-    def chunks(x: mx.array) -> mx.array:
-        """`[B, H, N, C, ...]`; tokens without keys follow the last one."""
-        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 3))
-        return x.reshape(B, H, -1, size, *x.shape[3:])
-
-    queries, keys, values, log_decay, beta = map(chunks, (queries, keys, values, log_decay, beta))
-    total = mx.cumsum(log_decay, axis=-1)
-    last = total[..., -1:]
-    index = mx.arange(size)
-    visible = index[:, None] >= index
-    from_start, to_end, through = mx.exp(total), mx.exp(last - total), mx.exp(last)
-    if segment_ids is not None:
-        ids = mx.pad(segment_ids, [(0, 0), (0, pad)], mode="edge").reshape(B, 1, -1, size)
-        before = mx.concatenate([ids[:, :, :1, :1], ids[:, :, :-1, -1:]], axis=2)
-        visible = visible & (ids[..., None] == ids[..., None, :])
-        from_start = mx.where(ids == before, from_start, 0)
-        to_end = mx.where(ids == ids[..., -1:], to_end, 0)
-        through = mx.where(ids[..., -1:] == before, through, 0)
-    decay = mx.exp(mx.where(visible, total[..., None] - total[..., None, :], -mx.inf))
+    queries, keys, values, log_decay, beta = (into_chunks(x, 2) for x in (queries, keys, values, log_decay, beta))
+    from_start, to_end, through, decay = chunk_decays(log_decay, segment_ids)
+    index = mx.arange(keys.shape[3])
     weighted = keys * beta[..., None]
     solve = inverse(mx.where(index[:, None] > index, weighted @ keys.swapaxes(-1, -2) * decay, 0))
     updates = solve @ (values * beta[..., None])

@@ -43,13 +43,13 @@ class CausalConv1d(nn.Module):
         Args:
             x: `[B, T, channels]`, or `[B, channels]` in a decoding step, with a cache.
             cache: The layer's cache; its first arrays are read and replaced. Except in a decoding step, this begins
-                its update, and padding is read as zeros.
+                its update; padding is read as zeros, and its outputs are zeros.
             segment_ids: int `[B, T]`, the document of each position in packed rows, which see only their own document.
 
         Returns:
             The same shape as `x`.
         """
-        n = self.history
+        n, visible = self.history, None
         if cache is not None and x.ndim == 3 and (visible := cache.begin_update(*x.shape[:2])) is not None:
             x = mx.where(visible[..., None], x, 0)
         earlier = [None if cache is None else cache[i] for i in range(n)]
@@ -72,7 +72,10 @@ class CausalConv1d(nn.Module):
             if x.ndim == 3:
                 cache.set_after(i, lambda count, i=i: padded[:, count + i])
         out = _weighted_sum(inputs, [self.weight[:, i] for i in range(n + 1)])
-        return out + self.bias if "bias" in self else out
+        if "bias" not in self:
+            return out
+        out = out + self.bias
+        return out if visible is None else mx.where(visible[..., None], out, 0)
 
 
 @partial(mx.compile, shapeless=True)

@@ -55,6 +55,10 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+MAMBA = {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 12,
+}  # fmt: skip
 MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -63,6 +67,7 @@ MIXTURES = {
     "lfm2_moe": {"num_dense_layers": 1, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "qwen3_next": {**LINEAR, "shared_expert_intermediate_size": 64},
     "qwen3_5_moe_text": {**LINEAR, "shared_expert_intermediate_size": 64, "partial_rotary_factor": 1.0},
+    "granitemoehybrid": {**MAMBA, "num_local_experts": 4, "shared_intermediate_size": 64},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
 LATENT = {
@@ -83,6 +88,15 @@ FAMILIES = {
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "granitemoehybrid, dense": {
+        **SIZES,
+        **MAMBA,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
     "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
@@ -177,10 +191,10 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    own_names = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_5_text", *MIXTURES)
-    assert is_mlx_layout(again, {name: value.shape for name, value in stored.items()}) == (
-        config.model_type in own_names
-    )
+    own_names = config.model_type.startswith("gpt") or config.num_experts is not None
+    own_names |= any("conv1d" in name for name in stored)
+    shapes = {name: value.shape for name, value in stored.items()}
+    assert is_mlx_layout(again, shapes) == (own_names and config.model_type != "gpt_oss")
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"

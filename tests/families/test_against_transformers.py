@@ -66,6 +66,10 @@ LINEAR = {  # with the usual epsilon, the norm of small outputs makes the error 
     "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
 }  # fmt: skip
+MAMBA = {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_n_groups": 2,
+    "mamba_d_head": 16, "mamba_d_state": 12,
+}  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
@@ -246,6 +250,42 @@ CASES = {
         "qwen3_5_moe_text",
         {**LLAMA, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 36},
     ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            **MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 36,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            **MAMBA,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "time_step_limit": (1.0, 1.5),
+        },
+    ),
+    "granitemoehybrid without mamba": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (
         "gpt_oss",
@@ -354,6 +394,7 @@ SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "phi"), SIZES["stablelm"])
 LINEAR_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 SIZES |= dict.fromkeys(("deepseek_v3", *LINEAR_FAMILIES), {**SIZES["stablelm"], "num_hidden_layers": 4})
 SIZES["deepseek_v2"] = {**SIZES["stablelm"], "num_experts_per_tok": 2}
+SIZES["granitemoehybrid"] = {**SIZES["stablelm"], "layer_types": ["linear_attention", "full_attention", "mamba"]}
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 

@@ -25,6 +25,10 @@ KINDS = {
         "layer_types": ("linear_attention", "full_attention", "linear_attention"), "attn_output_gate": True,
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     },
+    "Mamba 2": {
+        "layer_types": ("mamba", "full_attention", "mamba"), "positions": "none",
+        "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 8, "mamba_d_state": 12,
+    },
 }  # fmt: skip
 
 

@@ -29,7 +29,6 @@ LAYER = {
     "attn_output": ("self_attn.o_proj",),
     "ffn_norm": ("post_attention_layernorm",),
     **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
-    **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
 }
 GLM4_MOE_LAYER = {
     "attn_norm": ("input_layernorm",),

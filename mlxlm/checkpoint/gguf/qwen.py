@@ -18,10 +18,6 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL
 from mlxlm.families import FAMILIES
 
-SHARED_EXPERT = {
-    **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
-    "ffn_gate_inp_shexp": ("mlp.shared_expert_gate",),
-}
 _HYBRID_LAYER = {
     "attn_norm": ("input_layernorm",),
     "post_attention_norm": ("post_attention_layernorm",),
@@ -43,14 +39,12 @@ _QWEN3_NEXT_LAYER = {
     "ssm_in": tuple(f"linear_attn.in_proj_{name}" for name in "qkvz"),  # of older files, instead of the next two
     **_HYBRID_LAYER,
     "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-    **SHARED_EXPERT,
 }
 _QWEN35_LAYER = {
     **_HYBRID_LAYER,
     "ssm_beta": ("linear_attn.in_proj_b",),
     "ssm_alpha": ("linear_attn.in_proj_a",),
     **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
-    **SHARED_EXPERT,
 }
 _GROUPS = {"attn_q": "num_attention_heads", "ssm_in": "linear_num_key_heads", "ssm_ba": "linear_num_key_heads"}
 # Tensors with the heads of values, in another order in files of Qwen 3.5, and the axis of the heads.
@@ -94,14 +88,15 @@ def expert_problems(config: ModelConfig, norm_topk_prob: bool) -> Iterator[str]:
 
 def _read_hybrid(keys: MetadataReader) -> dict[str, Any]:
     """The fields of the gated delta rule, and of experts if there are some."""
-    heads = keys.count("ssm.time_step_rank")
+    heads, interval = keys.count("ssm.time_step_rank"), max(1, keys.count("full_attention_interval", 4))
+    layers = keys.count("block_count") - keys.count("nextn_predict_layers", 0)
     return {
         "linear_num_value_heads": heads,
         "linear_num_key_heads": keys.count("ssm.group_count"),
         "linear_key_head_dim": keys.count("ssm.state_size"),
         "linear_value_head_dim": keys.count("ssm.inner_size") // max(1, heads),
         "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
-        "full_attention_interval": keys.count("full_attention_interval", 4),
+        "layer_types": ["linear_attention" if (layer + 1) % interval else FULL for layer in range(layers)],
         "attention_bias": False,
         **(read_experts(keys) if keys.count("expert_count", 0) else {}),
     }
@@ -111,6 +106,7 @@ def _hybrid_metadata(config: ModelConfig, has_sections: bool) -> dict[str, Any]:
     """The inverse of `_read_hybrid`; `has_sections`: with those of M-RoPE, which differ for images only."""
     heads, pairs = config.linear_num_value_heads or 0, config.rotary_dims // 2
     return {
+        "attention.head_count_kv": config.num_key_value_heads,  # one number for all layers
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "ssm.state_size": config.linear_key_head_dim,
         "ssm.group_count": config.linear_num_key_heads,
@@ -137,25 +133,15 @@ def _interval(config: ModelConfig) -> int:
     return int(FAMILIES[config.model_type].write_extra(config)["full_attention_interval"])
 
 
-def convert(config: ModelConfig, tensors: LazyTensors, to_file: bool, reorders: bool = False) -> dict[str, LazyTensor]:
-    """The values of the decoder's tensors in a file, or those of a file for the decoder.
-
-    A file has -exp(A_log). If it `reorders`, heads of values that share a key aren't neighbors: the first ones of all
-    key heads are followed by the second ones.
-    """
+def _reorder(config: ModelConfig, tensors: LazyTensors, to_file: bool) -> dict[str, LazyTensor]:
+    """Reorder the heads of values. Of those that share a key, files have all first ones, then all second ones."""
     key_heads = config.linear_num_key_heads or 1
     counts = key_heads, (config.linear_num_value_heads or 1) // key_heads
     keys = 2 * key_heads * (config.linear_key_head_dim or 0)
     result = {}
     for name, tensor in tensors.items():
         part = name.partition(".linear_attn.")[2].partition(".")[0]
-        if part == "A_log":
-            decay = tensor.astype(mx.float32)
-            tensor = decay.transform((lambda x: -mx.exp(x)) if to_file else (lambda x: mx.log(-x)))
-        elif name.endswith(".shared_expert_gate.weight") and not to_file:
-            shape = (1, *tensor.shape[-1:])  # a vector in older files
-            tensor = tensor.transform(partial(mx.reshape, shape=shape), shape)
-        if reorders and part in _VALUE_HEADS:
+        if part in _VALUE_HEADS:
             start, order = keys if part == "conv1d" else 0, counts if to_file else counts[::-1]
             tensor = tensor.transform(partial(_swap_heads, start=start, axis=_VALUE_HEADS[part], counts=order))
         result[name] = tensor
@@ -171,30 +157,28 @@ def _swap_heads(value: mx.array, start: int, axis: int, counts: tuple[int, int])
     return mx.concatenate([before, heads], axis=axis)
 
 
-_QWEN35 = Architecture(
-    "qwen35",
-    ("qwen3_5_text",),
-    _QWEN35_LAYER,
+_QWEN3_NEXT = Architecture(
+    "qwen3next",
+    ("qwen3_next",),
+    _QWEN3_NEXT_LAYER,
     norm_offset=True,
     groups=_GROUPS,
-    convert=partial(convert, reorders=True),
     biases="none",
+    experts=True,
     free_head_dim=True,
-    read_fields=_read_hybrid,
-    metadata=partial(_hybrid_metadata, has_sections=True),
+    recurrent="linear_attention",
+    read_fields=lambda keys: {**_read_hybrid(keys), "norm_topk_prob": True},
+    metadata=partial(_hybrid_metadata, has_sections=False),
     problems=_hybrid_problems,
 )
-HYBRIDS = (
-    _QWEN35,
-    replace(_QWEN35, name="qwen35moe", families=("qwen3_5_moe_text",), experts=True),
-    replace(
-        _QWEN35,
-        name="qwen3next",
-        families=("qwen3_next",),
-        layer=_QWEN3_NEXT_LAYER,
-        convert=convert,
-        experts=True,
-        read_fields=lambda keys: {**_read_hybrid(keys), "norm_topk_prob": True},
-        metadata=partial(_hybrid_metadata, has_sections=False),
-    ),
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    name="qwen35",
+    families=("qwen3_5_text",),
+    layer=_QWEN35_LAYER,
+    experts=False,
+    reorder=_reorder,
+    read_fields=_read_hybrid,
+    metadata=partial(_hybrid_metadata, has_sections=True),
 )
+HYBRIDS = _QWEN3_NEXT, _QWEN35, replace(_QWEN35, name="qwen35moe", families=("qwen3_5_moe_text",), experts=True)

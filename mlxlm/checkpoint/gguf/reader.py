@@ -19,12 +19,14 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import FULL
 from mlxlm.families import FAMILIES, config_from_hf, family_config, weight_mappings
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_PARTS = 1000
 _MTP_LAYERS = "nextn_predict_layers"  # how many of block_count predict several tokens
+_KV_HEADS, _WIDTH = "attention.head_count_kv", "feed_forward_length"
 
 
 def open_gguf(path: Path | str) -> Checkpoint:
@@ -48,8 +50,8 @@ def open_gguf(path: Path | str) -> Checkpoint:
     mappings = architecture.weight_mappings(config)
 
     def decoder_weights(tensors: LazyTensors) -> LazyTensors:
-        tensors = architecture.renamed(architecture.with_norm_offset(tensors, -1), from_file=True)
-        return architecture.convert(config, to_decoder_weights(mappings, tensors, str(header.path)), False)
+        loaded = to_decoder_weights(mappings, architecture.from_file(tensors), str(header.path))
+        return architecture.reorder(config, loaded, False)
 
     described = {name: read_tensor(info) for name, info in infos.items()}
     embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
@@ -121,18 +123,22 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     """
     hidden, heads = _check_sizes(keys)
     head_dim = keys.count("attention.key_length", hidden // heads)
-    defaults = {
-        "attention.head_count_kv": heads,
-        "feed_forward_length": keys.count("expert_feed_forward_length", 0) or None,  # files without dense layers
-    }
+    layers, mtp_layers = keys.count("block_count"), keys.count(_MTP_LAYERS, 0)
+    kv_heads = keys.counts(_KV_HEADS, layers) if keys.has(_KV_HEADS) else [heads] * layers
+    recurrent = architecture.recurrent
+    differ = any(n != max(kv_heads) and not (n == 0 and recurrent) for n in kv_heads)
+    keys.check(not differ, f"{keys.architecture}.{_KV_HEADS} differs between the layers")
+    expert_width = keys.count("expert_feed_forward_length", 0) or None
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
-        **{name: keys.count(key, defaults.get(key)) for key, name in SIZES.items()},
+        **{name: keys.count(key) for key, name in SIZES.items() if key not in (_KV_HEADS, _WIDTH)},
+        "num_hidden_layers": layers - mtp_layers,
+        "num_key_value_heads": max(kv_heads),
+        "intermediate_size": keys.count(_WIDTH, expert_width),  # not in all files without dense layers
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),
     }
-    values["num_hidden_layers"] -= keys.count(_MTP_LAYERS, 0)
     if architecture.free_head_dim:
         values["head_dim"] = head_dim
         equal = keys.count("attention.value_length", hidden // heads) == head_dim
@@ -141,7 +147,9 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     model_type = extra.get("model_type", architecture.families[0])
     family = FAMILIES[model_type]
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
-    if architecture.fixed_values.get("positions", "rope") == "rope":
+    if recurrent:
+        values["layer_types"] = [FULL if n else recurrent for n in kv_heads]
+    if architecture.fixed_values.get("positions", "rope") == "rope" and extra.get("position_embedding_type") != "nope":
         rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim, architecture.yarn_truncate)
         values |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}  # for Phi-3
     return {"model_type": model_type, **values, **extra}
