@@ -29,10 +29,10 @@ def split_checkpoint(checkpoint: Checkpoint, rank: int, size: int) -> Checkpoint
     part = split_config(config, size)
     whole_shapes = unpacked_shapes(tensors, config.quantization, str(checkpoint.path))
     blocks = {
-        f"model.layers.{layer}.{matrix.module}": matrix.blocks
-        for layer, kind in enumerate(config.layer_sublayers)
-        for sublayer in kind
-        for matrix in sublayer.matrices
+        f"model.layers.{layer}.{matrix.module}": list(zip(matrix.blocks, own.blocks, strict=True))
+        for layer, kinds in enumerate(zip(config.layer_sublayers, part.layer_sublayers, strict=True))
+        for sublayers in zip(*kinds, strict=True)
+        for matrix, own in zip(*(sublayer.matrices for sublayer in sublayers), strict=True)
     }
     for name, array in tree_flatten(Decoder(part).parameters()):
         whole = whole_shapes[name]
@@ -40,20 +40,36 @@ def split_checkpoint(checkpoint: Checkpoint, rank: int, size: int) -> Checkpoint
         if axis is None:
             continue
         module, _, parameter = name.rpartition(".")
-        count = whole[axis] // array.shape[axis]  # less than `size` for key-value heads that several processes have
+        length = whole[axis]
+        ranges = _ranges(blocks.get(module) or [(length, array.shape[axis])], rank, size)
         names = [n for n in (f"{module}.{p}" for p in _QUANTIZED) if n in tensors] if parameter == "weight" else [name]
-        if any(tensors[n].shape[axis] % count for n in names):
+        if any((end - first) * tensors[n].shape[axis] % length for n in names for first, end in ranges):
             dequantize = dequantize_tensors if ON_CPU else dequantize_to_scales
-            matrix = dequantize({n: tensors.pop(n) for n in names}, config.quantization or {})
-            tensors |= matrix
-            names = list(matrix)
+            tensors |= dequantize({n: tensors.pop(n) for n in names}, config.quantization or {})
+            names = [name]
         for n in names:
-            tensors[n] = tensors[n].part(axis, rank * count // size, count, blocks.get(module, ()))
+            n_length = tensors[n].shape[axis]  # of a quantized matrix, packed values or groups
+            tensors[n] = tensors[n].part(
+                axis, [(first * n_length // length, end * n_length // length) for first, end in ranges]
+            )
         is_sum = parameter == "weight" and axis == -1 and array.ndim > 1
         if rank > 0 and is_sum and (bias := f"{module}.bias") in tensors:
             tensors[bias] = tensors[bias].transform(mx.zeros_like)  # it is added once
     packed = checkpoint.packed and split_checkpoint(checkpoint.packed, rank, size)
     return replace(checkpoint, config=part, tensors=tensors, packed=packed)
+
+
+def _ranges(blocks: list[tuple[int, int]], rank: int, size: int) -> list[tuple[int, int]]:
+    """Where the parts of a rank are, from the sizes of whole blocks and of their parts.
+
+    A block has fewer parts than there are ranks if several have the same key-value heads.
+    """
+    ranges, start = [], 0
+    for whole, part in blocks:
+        first = start + rank * (whole // part) // size * part
+        ranges.append((first, first + part))
+        start += whole
+    return ranges
 
 
 def shard_with_mlx_lm(model: nn.Module, process_group: ProcessGroup, path: Path) -> None:
