@@ -66,6 +66,10 @@ class PlainTextEncoder:
         """Return ""; see `ChatTemplate.generation_prefix_of`."""
         return ""
 
+    def start_of_answer(self, prompt: Sequence[int]) -> list[int]:
+        """Return []; see `ChatTemplate.start_of_answer`."""
+        return []
+
     def _encode(self, text: str, first: bool, max_length: int) -> list[int]:
         return self._tokenizer.encode(text, continues=not first, max_length=max_length)
 
@@ -159,7 +163,8 @@ def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_n
             raise GenerationError("there are no messages", f"[{EXAMPLE_MESSAGE}]")
         check_is_question(parsed[-1].role)
         found = encoder()
-        return EncodedPrompt(found.encode(parsed), answer_eos_token_ids(lm, found), found.skip_special_tokens)
+        ids, ends = found.encode(parsed), answer_eos_token_ids(lm, found)
+        return EncodedPrompt(ids, ends, found.skip_special_tokens, found.start_of_answer(ids))
 
     if compile_now:
         encoder()

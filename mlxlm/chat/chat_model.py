@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.cache import KVOptions
@@ -110,11 +109,17 @@ class ChatModel:
         request.check(self.lm, self.engine.kv)
         request.compile_grammar(self.lm)
 
-    @cached_property
-    def answer_start(self) -> Message:
-        """What the template puts at the start of an answer, such as an opening "<think>"."""
-        text = self.chat_encoder.generation_prefix
-        ids = self.lm.tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
+    def start_answer(self, exchange: Exchange, options: GenerationOptions) -> Message:
+        """Return what the template puts at the start of an answer, such as an opening "<think>".
+
+        Except with a JSON schema, a constrained answer has no reasoning: the end of the prompt says so.
+        """
+        text, tokenizer = self.chat_encoder.generation_prefix, self.lm.tokenizer
+        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
+        if options.constraint not in (None, "json_schema"):
+            more = self.chat_encoder.start_of_answer(exchange.prompt)
+            exchange.prompt = [*exchange.prompt, *more]
+            text, ids = text + tokenizer.decode(more, skip_special_tokens=False), ids + more
         return Message("assistant", text, tuple(ids))
 
     def encode(

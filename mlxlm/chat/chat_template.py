@@ -225,6 +225,11 @@ class ChatTemplate:
             return "" if tail.endswith("<|start|>assistant") else HARMONY.answer
         return self.reasoning_tags.open_tag(tail)
 
+    def start_of_answer(self, prompt: Sequence[int]) -> list[int]:
+        """Return what has to follow `prompt` so that an answer comes next, without reasoning."""
+        text = self.reasoning_tags.start_of_answer(self.generation_prefix_of(prompt))
+        return self._encode(text, parse_special=True, continues=True)
+
     def escape_special_tokens(
         self, messages: Sequence[Message], options: Any = None
     ) -> tuple[Placeholders, list[Message], Any]:

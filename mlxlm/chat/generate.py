@@ -110,8 +110,7 @@ def stream(
     encoded = _encoder(lm, messages, chat_template)(prompt if messages is None else messages)
     settings = lm.generation_options(tuple(stream.__kwdefaults__ or ()), **options)
     engine = get_engine(lm, kv, speculation)
-    functions = sampling_functions(logits_processors, sampler, options)
-    request = Request(options=settings, functions=functions, **encoded._asdict())
+    request = encoded.request(settings, sampling_functions(logits_processors, sampler, options))
     request.compile_grammar(lm)  # raises here, not when the stream is iterated
     return engine.submit(request)
 
@@ -168,7 +167,7 @@ def batch_as_completed(
     requests: list[Request] = []
     for number, one in enumerate(inputs, 1):
         try:
-            request = Request(options=settings, functions=functions, **encode(one)._asdict())
+            request = encode(one).request(settings, functions)
             request.check(lm, engine.kv)
             request.compile_grammar(lm)
         except MlxlmError as error:

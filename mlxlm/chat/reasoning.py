@@ -52,8 +52,6 @@ _ALL_TAGS = (
     ReasoningTags("<seed:think>", "</seed:think>"),
     THINK,
 )
-
-
 EFFORTS = ("none", "low", "medium", "high")
 
 

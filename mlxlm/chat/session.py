@@ -468,7 +468,7 @@ class Chat:
     ) -> Generator[GenerationChunk, None, Message | None]:
         """Generate one text of an answer, which becomes the last turn. Return it as a message if it ends with calls."""
         earlier = self._messages(exchange.conversation.visible_turns)
-        start = exchange.answer or self._chat_model.answer_start
+        start = exchange.answer or self._chat_model.start_answer(exchange, self._options)
         stream = self._chat_model.answer(earlier, exchange.prompt, self._options, on_prefill, may_call)
         cancellation.attach(stream)
         parser, reason = self._chat_model.parser(start.content, may_call), None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.chat.chat_model import decodes_to
@@ -39,9 +39,6 @@ from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 from mlxlm.utils.files import atomic_new_file, write_bytes
 from mlxlm.utils.json_files import json_line, parse_json, parse_json_object
-
-if TYPE_CHECKING:
-    from mlxlm.chat.session import Chat
 
 VERSION = 1
 _VERSION_KEY = "mlxlm_chat"
@@ -80,8 +77,8 @@ class Session:
     branches: Branches
 
     @classmethod
-    def of(cls, chat: Chat, chat_template: str | None, branches: Branches) -> Session:
-        """Return the session of a chat. `chat_template`: as it was requested."""
+    def of(cls, chat: Any, chat_template: str | None, branches: Branches) -> Session:
+        """Return the session of a `Chat`, whose file imports this one. `chat_template`: as it was requested."""
         return cls(
             model=str(chat.lm.path),
             weights=fingerprint(chat.lm.model),

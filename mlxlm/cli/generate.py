@@ -122,7 +122,7 @@ def generate(
     options, cache_file = lm.generation_options(**given_options(options)), flags["prompt_cache_file"]
     if options.seed is not None and (speculation is not None or cache_file is not None):
         options = options.with_seed(options.seed)  # neither is used for a deterministic text
-    request = generation.Request(options=options, **encoded._asdict())
+    request = encoded.request(options)
     engine = generation.Engine(
         lm,
         kv=kv,

@@ -19,6 +19,7 @@ from mlxlm.config.option import non_default_fields
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request import Request, encode_prompt
+from mlxlm.generation.sampling_functions import SamplingFunctions
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from mlxlm.utils.json_files import parse_json_object
@@ -31,11 +32,25 @@ Messages = list[dict[str, str]]  # each with "role" and "content"
 
 
 class EncodedPrompt(NamedTuple):
-    """An encoded prompt, with the fields of `Request` that its text needs."""
+    """An encoded prompt, with what its text needs.
 
-    prompt: Sequence[int]
+    Attributes:
+        ids: The prompt.
+        eos_token_ids: See `Request`.
+        skip_special_tokens: See `Request`.
+        start_of_answer: What follows the prompt if the text is constrained, so that it doesn't begin with reasoning.
+    """
+
+    ids: Sequence[int]
     eos_token_ids: frozenset[int] | None = None
     skip_special_tokens: bool = True
+    start_of_answer: Sequence[int] = ()
+
+    def request(self, options: GenerationOptions, functions: SamplingFunctions | None = None) -> Request:
+        """Return the request for a text."""
+        prompt = [*self.ids, *self.start_of_answer] if options.constraint and self.start_of_answer else self.ids
+        skip = self.skip_special_tokens
+        return Request(prompt, options, self.eos_token_ids, functions=functions, skip_special_tokens=skip)
 
 
 _ROLES = ("system", "user", "assistant")
@@ -154,7 +169,7 @@ class RequestReader:
         except MlxlmError as error:
             raise BadRequest(number, request_id, error.message, error.hint) from error
         has_own_seed = value.get("seed") is not None and num_samples == 1
-        request = Request(options=options, **encoded._asdict())
+        request = encoded.request(options)
         digest = self._digest(request, has_own_seed)
         results = [self._done(request_id, sample) for sample in range(num_samples)]
         if any(result not in (None, digest) for result in results):

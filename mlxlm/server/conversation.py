@@ -223,9 +223,7 @@ class Conversation:
         options = await self.tool_use.constrain(model, options, prefix)
         await check_constraint(model, options, eos_token_ids)
         if without_reasoning:
-            start, encode = encoder.reasoning_tags.start_of_answer(prefix), model.lm.tokenizer.encode
-            prompt += encode(start, add_special_tokens=False, parse_special=True, continues=True)
-            requests = sample_requests([prompt], options, eos_token_ids, n)
+            requests = sample_requests([prompt + encoder.start_of_answer(prompt)], options, eos_token_ids, n)
             return [Text(index, request) for index, request in enumerate(requests)]
         requests = sample_requests([prompt], options, eos_token_ids, n, encoder.skip_special_tokens)
         return [Text(index, request, self._parser(encoder, prefix)) for index, request in enumerate(requests)]

@@ -214,16 +214,24 @@ def test_a_chat_with_tools(gpt_oss):
     assert f'{ANALYSIS}Look.{NEXT} to=functions.f{COMMENTARY} json<|message|>{{"a": "<b|>"}}<|call|><|start|>' in text
 
 
+def test_a_constrained_answer_has_no_reasoning(gpt_oss):
+    chat = Chat(gpt_oss, choice=["yes"], temperature=0)
+    assert shown(chat) == ["", "yes"] and chat.messages[-1].content == "yes"
+
+
 def test_json_of_a_schema_comes_after_reasoning(gpt_oss):
     lm = scripted(gpt_oss, f'{ANALYSIS}Look.{NEXT}{FINAL}{{"ok": true}}')
     chat = Chat(lm, json_schema=SCHEMA, temperature=0, max_tokens=200)
     assert shown(chat) == ["Look.", '{"ok": true}']
 
 
-def test_text_without_a_chat_has_the_markup(gpt_oss):
+def test_text_without_a_chat_has_the_markup_unless_it_is_constrained(gpt_oss):
     lm = scripted(gpt_oss, THOUGHT)
     result = generate(lm, messages=[{"role": "user", "content": "Why?"}], temperature=0, max_tokens=200)
     assert result.text == THOUGHT and result.finish_reason == "eos"
+    lm.model.add('{"ok": true}', f"<|start|>assistant{FINAL}", "<|return|>")
+    result = generate(lm, messages=[{"role": "user", "content": "Why?"}], json_schema=SCHEMA, temperature=0)
+    assert result.text == '{"ok": true}' and result.constraint_error is None
 
 
 def test_messages_with_reasoning_calls_and_text(tokens):

@@ -334,6 +334,9 @@ def test_a_template_that_opens_the_block_itself(lm, tokens):
     new = "<|end|>\n<|user|>\nWhy?<|end|>\n<|assistant|>\n<think>\n"
     assert read(chat) <= len(tokens.encode(new, add_special_tokens=False, parse_special=True))
     assert chat.messages[-1].content == THOUGHT
+    chat = Chat(lm, choice=["yes"], temperature=0)
+    assert say(chat, "Why?") == "yes" and not any(piece.reasoning for piece in chat.ask("Why?"))
+    assert chat.messages[-1].content == "<think>\n\n</think>\n\nyes"
 
 
 def test_a_chat_with_another_model_continues_as_text(lm, tokens):
