@@ -74,8 +74,12 @@ def main() -> None:
         measured, parameters, peaks = measure(*KINDS[kind], options)
         single = measured.pop("mlx_lm")
         again, turn = measured.pop("again"), measured.pop("turn")
-        rows.append((f"{kind}, {parameters / 1e6:,.0f}M parameters: mlx_lm, one text",
-                     f"{spread(single)} tokens/s, {peaks['mlx_lm'] / 1e6:,.0f} MB besides the weights"))
+        rows.append(
+            (
+                f"{kind}, {parameters / 1e6:,.0f}M parameters: mlx_lm, one text",
+                f"{spread(single)} tokens/s, {peaks['mlx_lm'] / 1e6:,.0f} MB besides the weights",
+            )
+        )
         ratios = {}
         for count, speeds in measured.items():
             ratios[count] = median([speed / base for speed, base in zip(speeds, single, strict=True)])
