@@ -54,17 +54,12 @@ class LazyTensor:
             read=lambda: function(read()),
         )
 
-    def part(self, axis: int, index: int, count: int, blocks: Sequence[int] = ()) -> LazyTensor:
-        """Return part `index` of `count` equal parts along `axis`. Of a tensor in a file, only that part is read.
-
-        With `blocks`, their sizes along `axis`, it is that part of each block.
-        """
-        axis, where, start = axis % len(self.shape), [], 0
-        for size in blocks or (self.shape[axis],):
-            first, start = start + index * size // count, start + size
-            where.append((*[slice(None)] * axis, slice(first, first + size // count)))
-        shape = tuple(n // count if i == axis else n for i, n in enumerate(self.shape))
-        whole = self.read
+    def part(self, axis: int, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
+        """Return the values in these ranges of `axis`, concatenated. Of a tensor in a file, only they are read."""
+        axis, whole = axis % len(self.shape), self.read
+        where = [(*[slice(None)] * axis, slice(*limits)) for limits in ranges]
+        size = sum(end - first for first, end in ranges)
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
 
         def read() -> mx.array:
             if isinstance(whole, FileTensor):
@@ -76,7 +71,7 @@ class LazyTensor:
             mx.eval(value)  # a lazy one would keep the whole tensor until it is used
             return value
 
-        return replace(self, shape=shape, nbytes=self.nbytes // count, read=read)
+        return replace(self, shape=shape, nbytes=self.nbytes * size // self.shape[axis], read=read)
 
     def astype(self, dtype: mx.Dtype) -> LazyTensor:
         """Return a tensor that converts the array to `dtype`."""

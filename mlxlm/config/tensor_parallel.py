@@ -24,6 +24,8 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     Raises:
         ConfigError: It can't be divided.
     """
+    if "mamba" in (config.layer_types or ()):
+        raise ConfigError("layers with Mamba 2, whose heads share keys and a norm, can't be split", "one machine")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
     if "conv" in (config.layer_types or ()):
@@ -37,7 +39,11 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
         hint = " or ".join(map(str, [n for n in fitting if not (kv_heads % n and n % kv_heads)])) or "one machine"
         raise ConfigError(f"{size} processes can't share {', '.join(problems)} equally", hint)
     changes = {name: value // size for name, value in divided.items()}
-    return config.with_changes(**changes, num_key_value_heads=max(1, kv_heads // size), head_dim=config.head_dim)
+    part = config.with_changes(**changes, num_key_value_heads=max(1, kv_heads // size), head_dim=config.head_dim)
+    for kinds in set(zip(config.layer_sublayers, part.layer_sublayers, strict=True)):
+        if size > 1 and any(whole.matrices == own.matrices for whole, own in zip(*kinds, strict=True)):
+            raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
+    return part
 
 
 def sent_values_per_token(config: ModelConfig, size: int) -> int:

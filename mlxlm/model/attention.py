@@ -9,7 +9,7 @@ from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention, masked_attention, prepare_masked_attention, qk_norm_rope
 from mlxlm.model.linear import FusedLinear, Linear
-from mlxlm.model.norms import RMSNorm
+from mlxlm.model.norms import RMSNorm, split_rms_norm
 from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
 
 
@@ -174,15 +174,11 @@ class Attention(nn.Module):
 
     def _norm_projections(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
         """Normalize over all heads, also those of other processes, which have the same number of queries and keys."""
-        group = self._process_group
-        if group is None:
+        if self._process_group is None:
             return self.q_norm(queries), self.k_norm(keys)
-        squares = [mx.square(x.astype(mx.float32)).mean(axis=-1, keepdims=True) for x in (queries, keys)]
-        means = mx.split(group.all_sum(mx.concatenate(squares, axis=-1)) / group.size, 2, axis=-1)
-        queries, keys = (
-            (x * mx.rsqrt(mean + norm.eps) * norm.scale).astype(x.dtype)
-            for x, mean, norm in zip((queries, keys), means, (self.q_norm, self.k_norm), strict=True)
-        )
+        normalized = split_rms_norm([queries, keys], self.q_norm.eps, self._process_group)
+        dtype, scales = queries.dtype, (self.q_norm.scale, self.k_norm.scale)
+        queries, keys = ((x * scale).astype(dtype) for x, scale in zip(normalized, scales, strict=True))
         return queries, keys
 
     def _clipped(self, x: mx.array) -> mx.array:

@@ -131,8 +131,7 @@ def gated_delta_rule(
     updates = solve @ (values * beta[..., None])
     corrections = solve @ (weighted * from_start[..., None])
     scores = queries @ keys.swapaxes(-1, -2) * decay
-    first_keys = keys[:, :, 0]
-    queries, keys = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
+    queries, weighted = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
     if state is None:
         state = mx.zeros((B, H, K, values.shape[-1]))
     outputs, changes, first_state = [], [], state
@@ -140,12 +139,12 @@ def gated_delta_rule(
         new = updates[:, :, n] - corrections[:, :, n] @ state
         changes.append(new)
         outputs.append(queries[:, :, n] @ state + scores[:, :, n] @ new)
-        state = state * through[:, :, n, :, None] + keys[:, :, n] @ new
+        state = state * through[:, :, n, :, None] + weighted[:, :, n] @ new
 
     def state_after(n: int) -> mx.array:
-        decays = mx.exp(total[:, :, 0, n - 1 : n] - total[:, :, 0, :n])
         kept = first_state * from_start[:, :, 0, n - 1, None, None]
-        return kept + (first_keys[:, :, :n] * decays[..., None]).swapaxes(-1, -2) @ changes[0][:, :, :n]
+        added = keys[:, :, 0, :n] * decay[:, :, 0, n - 1, :n, None]
+        return kept + added.swapaxes(-1, -2) @ changes[0][:, :, :n]
 
     return mx.concatenate(outputs, axis=2)[:, :, :T], state, state_after
 

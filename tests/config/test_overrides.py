@@ -60,6 +60,16 @@ def changed(*overrides, base=BASE):
             {"sliding_window": 32, "layer_types": ("sliding_attention", "full_attention") * 2},
         ),
         (["window=32", "layer_types=all"], {"sliding_window": 32}),
+        (
+            ["layer_types=linear_attention:2", "linear_value_head_dim=16", "linear_num_value_heads=16"],
+            {"layer_types": ("linear_attention", "full_attention") * 2, "linear_num_value_heads": 16,
+             "linear_num_key_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+        ),
+        (
+            ["layer_types=mamba:4", "mamba_d_state=16"],
+            {"layer_types": ("mamba",) * 3 + ("full_attention",), "mamba_n_heads": 2, "mamba_d_head": 64,
+             "mamba_d_state": 16},
+        ),
         (["rope_layers=2"], {"rope_layers": (True, False, True, False)}),
         (["rope_layers=[true, true, true, false]"], {"rope_layers": (True, True, True, False)}),
         (["softcap=20", "qk_norm=head"], {"attn_logit_softcapping": 20.0, "qk_norm": "head"}),

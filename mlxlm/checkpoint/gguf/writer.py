@@ -28,9 +28,9 @@ from mlxlm.utils.errors import CheckpointError
 
 # Number in llama.cpp's llama_ftype, and the type of most matrices.
 _FILE_TYPES = {
-    "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"), "Q8_0": (7, "Q8_0"), "Q4_0": (2, "Q4_0"),
-    "MXFP4": (38, "MXFP4"),
-    "Q2_K": (10, "Q2_K"), "Q3_K_M": (12, "Q3_K"), "Q4_K_M": (15, "Q4_K"), "Q5_K_M": (17, "Q5_K"), "Q6_K": (18, "Q6_K"),
+    "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"), "Q8_0": (7, "Q8_0"), "Q6_K": (18, "Q6_K"),
+    "Q5_K_M": (17, "Q5_K"), "Q4_K_M": (15, "Q4_K"), "Q4_0": (2, "Q4_0"), "MXFP4": (38, "MXFP4"),
+    "Q3_K_M": (12, "Q3_K"), "Q2_K": (10, "Q2_K"),
 }  # fmt: skip
 OUTTYPES = tuple(_FILE_TYPES)
 # Instead of K-quants, for matrices whose rows are not a multiple of 256.

@@ -1,15 +1,12 @@
 """K-quants, and other types with importance weights, are those of llama.cpp, byte for byte."""
 
-import ctypes
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from mlxlm.checkpoint.gguf.header import ggml_type
 from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, USE_IMPORTANCE, quantize_k
 
 WIDTH = 768
@@ -66,20 +63,6 @@ def encoded(kind: str, weighted: bool) -> np.ndarray:
 @pytest.mark.parametrize("kind, weighted", CASES)
 def test_bytes_are_those_of_llama_cpp(kind, weighted):
     assert zlib.crc32(encoded(kind, weighted).tobytes()) == CHECKSUMS[kind][weighted]
-
-
-@pytest.mark.parametrize("kind, weighted", CASES)
-def test_installed_llama_cpp_writes_the_same(kind, weighted):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    [library] = Path(llama_cpp.__file__).parent.glob("lib/*ggml-base.*")
-    quantize_chunk = ctypes.CDLL(str(library)).ggml_quantize_chunk
-    quantize_chunk.restype = ctypes.c_size_t
-    values, weights, ggml = rows(), importance(), ggml_type(kind)
-    out = np.empty((len(values), WIDTH // ggml.block_size * ggml.type_size), np.uint8)
-    pointers = [part.ctypes.data_as(ctypes.c_void_p) for part in (values, out, weights)]
-    start, *sizes = (ctypes.c_int64(n) for n in (0, *values.shape))
-    quantize_chunk(GGMLQuantizationType[kind].value, *pointers[:2], start, *sizes, pointers[2] if weighted else None)
-    np.testing.assert_array_equal(encoded(kind, weighted), out)
 
 
 def test_one_block_is_that_among_others():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 
 import gguf as gguf_package
@@ -128,6 +129,45 @@ def test_types_of_k_quants(outtype, tiny_tokenizer, tmp_path):
     again, weight = open_checkpoint(tmp_path / "m.gguf"), model.layers[3].self_attn.v_proj.weight
     read = again.tensors["model.layers.3.self_attn.v_proj.weight"].read()
     assert 0 < mx.abs(read - weight).max() < 0.3 * mx.abs(weight).max()
+
+
+def llama_cpp_quantizes(source, out, outtype, importance):
+    """Quantize a file with llama.cpp, with `importance` by name of the tensor."""
+    cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed").llama_cpp
+    params = cpp.llama_model_quantize_default_params()
+    params.ftype = gguf_package.LlamaFileType[f"MOSTLY_{outtype}"].value
+    pointers = [value.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for value in importance.values()]
+    entries = [(n.encode(), p, v.size) for (n, v), p in zip(importance.items(), pointers, strict=True)]
+    params.imatrix = (cpp.llama_model_imatrix_data * (len(entries) + 1))(*entries) if entries else None
+    assert cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)) == 0
+
+
+@pytest.mark.parametrize("outtype", [kind for kind in gguf.IMPORTANCE_OUTTYPES if kind != "Q4_0"])
+def test_k_quants_are_those_of_llama_cpp(outtype, model, tiny_tokenizer, tmp_path):
+    """Types and bytes, without importance weights and with; not of Falcon, which has other types."""
+    if model.config.model_type == "falcon":
+        return
+    wide = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 16, "intermediate_size": 256}
+    if model.config.model_type == "qwen2":  # the others have no rows of 256
+        model = random_decoder(model.config.with_changes(**wide))
+    config, tensors, rng = model.config, tensors_of(model), np.random.default_rng(0)
+    gguf.write(tmp_path / "whole.gguf", config, tensors, tiny_tokenizer, "F32")
+    modules, importance = {}, {}
+    for mapping in architecture_for(config).weight_mappings(config):
+        tensor = tensors.get(f"{mapping.modules[0]}.weight")
+        name = f"{mapping.name}.weight"
+        if tensor is not None and len(tensor.shape) > 1 and name.startswith("blk.") and not name.endswith("_b.weight"):
+            modules[name] = mapping.modules[0]
+            importance[name] = rng.uniform(0.01, 10, tensor.shape[:-2] + tensor.shape[-1:]).astype(np.float32)
+    for given in ({}, importance):
+        llama_cpp_quantizes(tmp_path / "whole.gguf", tmp_path / "theirs.gguf", outtype, given)
+        of_modules = {modules[name]: value for name, value in given.items()}
+        gguf.write(tmp_path / "ours.gguf", config, tensors, tiny_tokenizer, outtype, of_modules)
+        files = (gguf_package.GGUFReader(tmp_path / f"{name}.gguf") for name in ("ours", "theirs"))
+        ours, theirs = ({tensor.name: tensor for tensor in file.tensors} for file in files)
+        assert {n: t.tensor_type.name for n, t in ours.items()} == {n: t.tensor_type.name for n, t in theirs.items()}
+        for name, tensor in ours.items():
+            np.testing.assert_array_equal(tensor.data, theirs[name].data, name)
 
 
 def test_eight_experts_have_better_attention(tiny_tokenizer):
