@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.chat.reasoning import _ALL_TAGS, HARMONY, THINK, ReasoningParser, reasoning_tags, split
+from mlxlm.chat.reasoning import _ALL_TAGS, HARMONY, THINK, ReasoningParser, effort_variables, reasoning_tags, split
 
 
 def streamed(parts, tags=THINK):
@@ -72,6 +72,12 @@ def test_the_tags_of_all_families(tags):
     opened = tags.open_tag(f"?{tags.open}\n")
     assert streamed([opened + tags.start_of_answer(opened), "Hello."], tags) == ("", "Hello.")
     assert tags.start_of_answer("") == tags.render("", "") == ""
+
+
+def test_the_variables_of_an_effort():
+    assert effort_variables("low") == {"reasoning_effort": "low", "enable_thinking": True}
+    assert effort_variables("none") == {"reasoning_effort": "none", "enable_thinking": False}
+    assert effort_variables(None) == {}
 
 
 def test_the_tag_that_a_template_opens():
