@@ -140,7 +140,7 @@ SIZES = {
 def gpt_oss(tokens, tmp_path_factory):
     """A GPT-OSS with random weights, which can be made to say something by `Scripted`."""
     values = {"model_type": "gpt_oss", "vocab_size": tokens.vocab_size, **SIZES}
-    values["eos_token_id"] = tokens.special_tokens["<|return|>"]
+    values["eos_token_id"] = [tokens.special_tokens[token] for token in ("<|return|>", "<|end|>")]
     model = random_decoder(config_from_hf(values))
     mx.eval(model.parameters())
     return LoadedModel(model, tokens, model.config, tmp_path_factory.getbasetemp())
