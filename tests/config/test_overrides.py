@@ -203,7 +203,8 @@ def test_fields_that_positions_dont_read_are_reset():
     bloom = resolve_model_type(apply_overrides(rotary, parse_overrides(overrides)))
     assert (bloom.model_type, bloom.rope_theta, bloom.rope_scaling) == ("bloom", 10_000.0, None)
     none = resolve_model_type(apply_overrides(rotary, {"positions": "none"}))
-    assert resolve_model_type(apply_overrides(none, {"positions": "rope"})).model_type == "llama"
+    rotary = apply_overrides(none, {"positions": "rope"})
+    assert (none.model_type, rotary.rope_theta, rotary.rope_scaling) == ("granitemoehybrid", 10_000.0, None)
 
 
 def test_infer_field():
