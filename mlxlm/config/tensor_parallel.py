@@ -49,9 +49,5 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def sent_values_per_token(config: ModelConfig, size: int) -> int:
-    """How many values each process sends for a token: those of the sums of both sublayers, in a ring.
-
-    A norm over the queries and the keys of all heads needs the sums of their squares, too.
-    """
-    values = 2 * config.hidden_size + (2 if config.qk_norm == "projection" else 0)
-    return config.num_hidden_layers * values * 2 * (size - 1) // size
+    """How many values each process sends for a token: those of the sums of both sublayers, in a ring."""
+    return 2 * config.num_hidden_layers * config.hidden_size * 2 * (size - 1) // size
