@@ -59,12 +59,8 @@ class Text:
     ):
         """Create a text that isn't submitted yet.
 
-        Args:
-            index: See `Text`.
-            request: See `Text`.
-            generation_prefix: What the template has put at the start of the answer, such as "<think>"; None for a
-                text without reasoning.
-            tool_format: The markup of tool calls; None for a text without calls.
+        `generation_prefix` is what the template has put at the start of the answer, such as "<think>"; None for a text
+        without reasoning. `tool_format` is the markup of tool calls; None for a text without calls.
         """
         self.index, self.request = index, request
         self.result: GenerationResult | None = None
