@@ -51,11 +51,7 @@ class Text:
     stream: TextStream
 
     def __init__(
-        self,
-        index: int,
-        request: Request,
-        generation_prefix: str | None = None,
-        tool_format: ToolFormat | None = None,
+        self, index: int, request: Request, generation_prefix: str | None = None, tool_format: ToolFormat | None = None
     ):
         """Create a text that isn't submitted yet.
 

@@ -368,9 +368,7 @@ BUGGY_KERNELS = {
     ),
     "double": BuggyKernel(GID + "double v = x[g]; y[g] = v;", "double"),
     "float assigned to bfloat": BuggyKernel(
-        GID + "y[g] = float(x[g]) * 2;",
-        "no implicit conversion from float to bfloat",
-        **BFLOAT,
+        GID + "y[g] = float(x[g]) * 2;", "no implicit conversion from float to bfloat", **BFLOAT
     ),
     "a threadgroup array in a helper function": BuggyKernel(
         TID + "y[t] = f(x[t]);",
@@ -391,9 +389,7 @@ BUGGY_KERNELS = {
         "pointer or reference without an address space",
     ),
     "a float literal for a bfloat": BuggyKernel(
-        GID + "y[g] = x[g] > 1 ? x[g] : 0.0f;",
-        "no implicit conversion from float to bfloat",
-        **BFLOAT,
+        GID + "y[g] = x[g] > 1 ? x[g] : 0.0f;", "no implicit conversion from float to bfloat", **BFLOAT
     ),
     "a member function without an address space": BuggyKernel(
         GID + "S s = {x[g]}; y[g] = s.twice();",
@@ -597,10 +593,7 @@ BUGGY_KERNELS = {
     "an empty grid": BuggyKernel(GID + "y[g] = x[g];", "positive", grid=0),
     "a negative template argument": BuggyKernel(GID + "y[g] = x[g] * N;", "is not an identifier", template={"N": -1}),
     "a signature that MLX closes too early": BuggyKernel(
-        "y[0] = z[0] = x_shape[0];",
-        "invalid signature",
-        outputs=[((1,), mx.float32)] * 2,
-        results=("y", "z"),
+        "y[0] = z[0] = x_shape[0];", "invalid signature", outputs=[((1,), mx.float32)] * 2, results=("y", "z")
     ),
     # What would end the process
     "a division by zero": BuggyKernel(TID + "int n = int(x[0]); y[t] = 5 / n;", "division by zero"),
