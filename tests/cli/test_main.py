@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,26 +120,6 @@ def test_commands_of_the_version_before_still_work(old, new, options, result, ca
     assert old not in COMMANDS
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, number, code):
-    script = (
-        "import click, os, sys, time, weakref\n"
-        "class Thing: pass\n"
-        "@click.command()\n"
-        "def victim():\n"
-        "    thing = Thing()\n"
-        f"    watched = weakref.ref(thing, lambda _: os.kill(os.getpid(), {number:d}))\n"
-        "    del thing\n"
-        "    time.sleep(60)\n"
-        "from mlxlm.cli import main\n"
-        "main.COMMANDS['victim'] = ''\n"
-        "sys.modules['mlxlm.cli.victim'] = sys.modules['__main__']\n"
-        "main.main(['victim'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert done.returncode == code and "ignored" not in done.stderr
-
-
 def test_a_closed_terminal_leaves_no_partial_files(tmp_path):
     script = (
         "import click, os, signal, sys\n"
@@ -196,33 +175,6 @@ def test_unwritable_messages_end_no_command(unwritable):
         "main.main()\n"
     )
     assert subprocess.run([sys.executable, "-c", code], stderr=unwritable, timeout=50).returncode == 3
-
-
-@pytest.mark.parametrize("closed", ["<&-", "<&- 2>&-", "<&- >&-", "<&- >&- 2>&-"])
-def test_no_file_replaces_a_closed_standard_stream(tmp_path, closed):
-    code = (
-        "import os, subprocess, sys\n"
-        "from mlxlm.cli import main\n"
-        "def work(args):\n"
-        "    child = subprocess.run([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]'])\n"
-        "    with open('opened', 'w') as file:\n"
-        "        print(file.fileno(), child.returncode, file=file)\n"
-        "    return 0\n"
-        "main._run = work\n"
-        "main.main()\n"
-    )
-    done = subprocess.run(["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], cwd=tmp_path, timeout=50)
-    number, child = (tmp_path / "opened").read_text().split()
-    assert done.returncode == 0 and int(number) > 2 and child == "0"  # a child process has all three, too
-
-
-def test_a_model_is_read_with_standard_input_closed(run_folder, capsys):
-    arguments = [sys.executable, "from mlxlm.cli.main import main; main()", str(run_folder)]
-    shell = ["bash", "-c", '"$0" -c "$1" generate "$2" -p the -n 3 -t 0 <&-', *arguments]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert _run(["generate", str(run_folder), "-p", "the", "-n", "3", "-t", "0"]) == 0
-    assert done.stdout == capsys.readouterr().out
 
 
 def test_wrong_models_and_paths(tmp_path, text_file, run_folder, capsys):
