@@ -21,11 +21,7 @@ from mlxlm.utils.errors import GenerationError, TokenizerError
 
 
 class ToolFields(Fields):
-    """An entry of `tools` in any API. The model is only offered functions: others are run by another server.
-
-    Attributes:
-        type: What it is: `function_type` for a function.
-    """
+    """An entry of `tools` in any API. The model is only offered functions: others are run by another server."""
 
     function_type: ClassVar[str] = "function"
     type: str
