@@ -12,7 +12,7 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cli import render, suggestions
 from mlxlm.cli.main import COMMANDS, GROUPS, _run, _show_warning, app
-from tests.cli.helpers import QUICK, dying_compiler, error_line, run_command
+from tests.cli.helpers import QUICK, dying_compiler, error_line, run_process
 from tests.paths import ROOT
 
 
@@ -145,7 +145,7 @@ def test_a_closed_terminal_leaves_no_partial_files(tmp_path):
 @pytest.mark.parametrize("what", ["evaluate", "generate"])
 def test_a_killed_compiler_ends_no_command(tmp_path, run_folder, text_file, what):
     arguments = [text_file] if what == "evaluate" else ["-p", "the", "-n", "3", "-t", "1", "--top-p", "0.9"]
-    done = run_command(what, run_folder, *arguments, env=dying_compiler(tmp_path, "kill -INT $$"))
+    done = run_process(what, run_folder, *arguments, env=dying_compiler(tmp_path, "kill -INT $$"))
     assert (tmp_path / "died").exists() and done.returncode == 0 and done.stdout, done.stderr
 
 
@@ -177,27 +177,27 @@ def test_unwritable_messages_end_no_command(unwritable):
     assert subprocess.run([sys.executable, "-c", code], stderr=unwritable, timeout=50).returncode == 3
 
 
-def test_wrong_models_and_paths(tmp_path, text_file, run_folder, capsys):
-    line = error_line(capsys, "pretrain", text_file, "--preset", "9b", "--out", tmp_path / "x")
+def test_wrong_models_and_paths(tmp_path, text_file, run_folder):
+    line = error_line("pretrain", text_file, "--preset", "9b", "--out", tmp_path / "x")
     assert "no preset '9b'" in line and "one of 0.3m" in line
     sizes = {"model_type": "llama", "hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    line = error_line(capsys, "pretrain", text_file, "--config", tmp_path / "config.json", "--out", tmp_path / "x")
+    line = error_line("pretrain", text_file, "--config", tmp_path / "config.json", "--out", tmp_path / "x")
     assert "missing intermediate_size, vocab_size" in line
-    line = error_line(capsys, "pretrain", text_file, "--out", run_folder, *QUICK)
+    line = error_line("pretrain", text_file, "--out", run_folder, *QUICK)
     assert "already exists" in line and f"--resume {run_folder}" in line
-    line = error_line(capsys, "pretrain", text_file, "--out", text_file / "run", *QUICK)
+    line = error_line("pretrain", text_file, "--out", text_file / "run", *QUICK)
     assert "a path whose parent is a folder" in line
-    assert "there is no model folder" in error_line(capsys, "generate", tmp_path / "none", "-p", "x")
-    assert "there is no model folder" in error_line(capsys, "convert", tmp_path / "none", "--out", tmp_path / "y")
-    assert "is not a run" in error_line(capsys, "pretrain", "--resume", tmp_path)
-    line = error_line(capsys, "generate", run_folder, "-p", "The cat sat. " * 2000)
+    assert "there is no model folder" in error_line("generate", tmp_path / "none", "-p", "x")
+    assert "there is no model folder" in error_line("convert", tmp_path / "none", "--out", tmp_path / "y")
+    assert "is not a run" in error_line("pretrain", "--resume", tmp_path)
+    line = error_line("generate", run_folder, "-p", "The cat sat. " * 2000)
     assert "context length is 32 " in line and "(try: " in line
     damaged = tmp_path / "damaged"
     shutil.copytree(run_folder, damaged)
     checkpoint = next((damaged / "checkpoints").iterdir()) / "model.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
-    assert "copy or download the file again" in error_line(capsys, "generate", damaged, "-p", "x")
+    assert "copy or download the file again" in error_line("generate", damaged, "-p", "x")
 
 
 def test_debug_shows_the_traceback(tmp_path, capsys):
@@ -216,10 +216,10 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
     assert done.stderr == ""
 
 
-def test_names_from_a_file_can_not_control_the_terminal(tmp_path, capsys):
+def test_names_from_a_file_can_not_control_the_terminal(tmp_path):
     session = {"mlxlm_chat": 1, "model": f"/\x1b]52;c;aGFjaw==\x07{'x' * 9000}", "messages": []}
     (tmp_path / "session.json").write_text(json.dumps(session))
-    line = error_line(capsys, "chat", "--session", tmp_path / "session.json")
+    line = error_line("chat", "--session", tmp_path / "session.json")
     assert line.isprintable() and "]52" in line and len(line) < 5000
 
 
