@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "first_k_dense_replace": 1, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 256,
          "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
     ),
-    "recurrent, dense": ("qwen3_5_text", LINEAR),
+    "recurrent, dense": ("qwen3_5", {"text_config": {"model_type": "qwen3_5_text", **SIZES, **LINEAR}}),
     "recurrent, mixture": ("qwen3_next", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 384}),
 }  # fmt: skip
 
