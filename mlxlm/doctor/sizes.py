@@ -23,12 +23,9 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class KernelModel:
-    """A model at whose shapes kernels are checked.
+    """A model at whose shapes kernels are checked: a preset or a model, with changes of its configuration.
 
-    Args:
-        name: Of a preset or a model.
-        dtype: Of generation; training has that of the device.
-        changes: Fields of its configuration.
+    `dtype` is that of generation; training has that of the device.
     """
 
     name: str

@@ -32,12 +32,7 @@ class _Trained:
 
 
 class TrainingChecks:
-    """The checks of training, which share one uninterrupted run.
-
-    Args:
-        sizes: The model and the settings.
-        folder: For the runs.
-    """
+    """The checks of training, which share one uninterrupted run, in `folder`."""
 
     def __init__(self, sizes: Sizes, folder: Path):
         self._sizes, self._folder = sizes, folder

@@ -22,13 +22,7 @@ MAX_EXTRAPOLATION = 10.0  # predictions beyond this multiple of the largest run'
 
 @dataclass(frozen=True)
 class HoldoutCheck:
-    """The largest run, predicted from a fit to all other runs.
-
-    Attributes:
-        point: The largest run.
-        predicted: Its predicted loss, in nats per token.
-        interval: 90% confidence interval of `predicted`.
-    """
+    """The largest run; its loss in nats per token by a fit to all other runs, and its 90% confidence interval."""
 
     point: ScalingPoint
     predicted: float
@@ -121,12 +115,10 @@ class Analysis:
 
 
 def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
-    """Fit all scaling laws to `points`.
+    """Fit all scaling laws to finished runs.
 
-    Args:
-        points: The finished runs.
-        by_ratio: Whether the token counts are multiples of the parameters. The longest runs of all sizes then share
-            the tokens per parameter instead of the tokens.
+    `by_ratio`: the token counts are multiples of the parameters. The longest runs of all sizes then share the tokens
+    per parameter instead of the tokens.
     """
     missing = []
 

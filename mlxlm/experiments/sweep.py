@@ -116,11 +116,7 @@ class Sweep(ABC):
     ) -> Run:
         """Open the run in the subfolder `name`, or make it.
 
-        Args:
-            name: The subfolder.
-            config: The model.
-            settings: Fields of `TrainSettings` of this run, which extend or replace the shared ones.
-            phase: See `start_run`.
+        `settings` extend or replace the shared fields of `TrainSettings`. For `phase`, see `start_run`.
         """
         gc.collect()  # the previous run is in reference cycles: its memory would count as this one's
         mx.clear_cache()
@@ -158,13 +154,7 @@ def _absolute(paths: Sequence[str | Path]) -> list[str]:
 
 
 def prepare_shared_data(
-    folder: Path,
-    data: DataOptions,
-    tokenizer: TokenizerOptions,
-    vocab_size: int,
-    *,
-    seed: int,
-    phase: Phase,
+    folder: Path, data: DataOptions, tokenizer: TokenizerOptions, vocab_size: int, *, seed: int, phase: Phase
 ) -> tuple[Tokenizer, Path]:
     """Prepare the tokenizer and the token shards of all runs.
 

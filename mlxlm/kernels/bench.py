@@ -46,9 +46,8 @@ class Timing:
 class Measurement:
     """Benchmark results of a case.
 
-    Args:
-        case: The case.
-        timings: Timings by path.
+    Attributes:
+        timings: By path.
         skipped: Paths that were not measured, and why.
         fastest: The path to use from now on, None if none is correct.
     """

@@ -79,15 +79,7 @@ class MetalKernel:
     ) -> list[mx.array]:
         """Launch the kernel lazily. Raises RuntimeError without Metal; compile errors are raised on evaluation.
 
-        Args:
-            inputs: Input arrays.
-            template: Template arguments.
-            grid: Number of threads (not of threadgroups).
-            threadgroup: Threads per threadgroup.
-            outputs: Shape and dtype of each output.
-
-        Returns:
-            The output arrays.
+        The grid is a number of threads, not of threadgroups. `outputs`: shape and dtype of each.
         """
         if (names := _launches.get()) is not None:
             names.add(self.name)

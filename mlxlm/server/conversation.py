@@ -22,11 +22,7 @@ from mlxlm.utils.errors import GenerationError, TokenizerError
 
 
 class ToolFields(Fields):
-    """An entry of `tools` in any API. The model is only offered functions: others are run by another server.
-
-    Attributes:
-        type: What it is: `function_type` for a function.
-    """
+    """An entry of `tools` in any API. The model is only offered functions: others are run by another server."""
 
     function_type: ClassVar[str] = "function"
     type: str
@@ -204,13 +200,7 @@ class Conversation:
     async def answers(
         self, model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int], n: int = 1
     ) -> list[Text]:
-        """The texts of `n` answers, to be submitted.
-
-        Args:
-            model: The model.
-            options: The options of the answers.
-            eos_token_ids: Tokens that end an answer.
-            n: The number of answers.
+        """The texts of `n` answers, to be submitted. `eos_token_ids`: the tokens that end an answer.
 
         Raises:
             ApiError: The prompt is too long, or the tools can't be used with this model or these options.

@@ -74,12 +74,7 @@ class Downloads:
 
 
 class _Download(threading.Thread):
-    """A download. The process doesn't wait for it when it ends.
-
-    Attributes:
-        total: Bytes of all files, when they are known.
-        error: What went wrong.
-    """
+    """A download. The process doesn't wait for it when it ends."""
 
     error: Exception | None = None
 

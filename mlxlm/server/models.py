@@ -66,15 +66,8 @@ class ServedModel:
     """A loaded model with its engine and chat template.
 
     Attributes:
-        name: The `model` of requests.
-        lm: The model.
-        settings: The server's settings.
-        engine: Generates its texts.
-        encoder: Its chat template.
         defaults: Generation options, for what a request doesn't set.
         eos_token_ids: Tokens that end an answer.
-        num_bytes: Size of the weights.
-        load_seconds: How long it took to load the model.
         description: What is known of it; set by `Models`. Its files may change or be removed meanwhile.
     """
 
@@ -112,13 +105,9 @@ class ServedModel:
     ) -> Any:
         """Encode a prompt of a request in a thread, and stop early if it is far longer than the context.
 
-        A prompt that is a bit too long is left to the engine, whose error has its length.
-
-        Args:
-            encode: Called with `max_length`, `args` and `options`.
-            args: See `encode`.
-            count_only: Allow `MAX_COUNTED` tokens with any context: the endpoint doesn't generate.
-            options: See `encode`.
+        `encode` is called with `args`, `options` and `max_length`. A prompt that is a bit too long is left to the
+        engine, whose error has its length. `count_only` allows `MAX_COUNTED` tokens with any context: the endpoint
+        doesn't generate.
 
         Raises:
             ApiError: 400 for a prompt that is too long.
@@ -144,7 +133,6 @@ class _Entry:
     """A model that was named in a request.
 
     Attributes:
-        model: The model, while it is loaded.
         users: Requests that use it.
         last_used: The time when the last of them ended, or when it was loaded.
         keep_alive: Seconds after which it is unloaded when nobody uses it; None for never.
@@ -180,10 +168,6 @@ class Models:
             all models on this machine, those of `settings.models_dirs` among them.
         settings: Settings of all models. The loaded ones share `max_memory`. If it doesn't have room for another one,
             idle models are unloaded, the least recently used first.
-
-    Attributes:
-        library: The models that can be loaded.
-        downloads: Downloads more of them.
     """
 
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
@@ -265,11 +249,9 @@ class Models:
 
     @asynccontextmanager
     async def use(self, name: str | None, keep_alive: float | str | None = None) -> AsyncIterator[ServedModel]:
-        """Load a model if necessary, and keep it loaded until the end of the block.
+        """Load a model if necessary, and keep it loaded until the end of the block, and for `keep_alive` after that.
 
-        Args:
-            name: See `find`.
-            keep_alive: How long it stays loaded after that, see `parse_keep_alive`; None for the server's `keep_alive`.
+        Without `keep_alive`, see `parse_keep_alive`, the server's option counts. For `name`, see `find`.
 
         Raises:
             ApiError: 404 for an unknown name, 400 for an invalid `keep_alive`, 503 for a model that can't be loaded.

@@ -54,11 +54,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_t
 
 
 def text_of_part(part: Any, n: int) -> str:
-    """The text of a part of some content.
+    """The text of part number `n` of some content.
 
-    Args:
-        part: A text, a refusal, a document in plain text, a search result, or the name of a tool.
-        n: Its number, for the error.
+    It is a text, a refusal, a document in plain text, a search result, or the name of a tool.
 
     Raises:
         PydanticCustomError: It isn't text.
@@ -261,13 +259,7 @@ class StreamOptions(Fields):
 
 
 class ReplyFields(Fields):
-    """The fields of a request for text that `respond` reads.
-
-    Attributes:
-        model: The name of the model.
-        keep_alive: How long it stays loaded, see `Models.use`.
-        stream: Whether to stream the answer.
-    """
+    """The fields of a request for text that `respond` reads. See `Models.use` for `keep_alive`."""
 
     model: str | None = None
     keep_alive: float | str | None = None

@@ -48,12 +48,7 @@ class MlxlmError(Exception):
         return _ARGUMENT.sub(lambda match: show(match[1], match[2]) or match[0], text)
 
     def prefixed(self, place: object, error_type: type[MlxlmError] | None = None) -> MlxlmError:
-        """Return a copy of this error with `place`, such as the file that it is about, in front of its message.
-
-        Args:
-            place: Shown as "place: message".
-            error_type: The class of the copy, if not this one's.
-        """
+        """Return a copy of this error, of the class `error_type` if given, with the message "place: message"."""
         cls = error_type or type(self)
         message = one_line(f"{place}: {self.message}")
         error = cls.__new__(cls, message)  # not __init__, whose arguments differ between classes
@@ -119,9 +114,7 @@ class TrainingError(MlxlmError):
 class DeviceError(MlxlmError):
     """The device ended a computation, or lacked the memory for it.
 
-    Attributes:
-        out_of_memory: Whether it lacked memory.
-        results_lost: Whether other results are lost, too: whatever had been started on the device and not been read.
+    With `results_lost`, other results are lost, too: whatever had been started on the device and not been read.
     """
 
     def __init__(self, message: str, hint: str, *, out_of_memory: bool, results_lost: bool):
