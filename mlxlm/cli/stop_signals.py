@@ -28,10 +28,14 @@ class StopRequest:
     """Asks a training loop to finish its step and stop, and raises KeyboardInterrupt the second time.
 
     The first signal sets `requested`. A SIGHUP after it is ignored: the shell, the system and a session manager may
-    each send one when a terminal is closed. `exit_code` is 130 after Ctrl-C, 129 after SIGHUP, else 143.
+    each send one when a terminal is closed.
 
     Args:
         on_request: Called with the name of the first signal.
+
+    Attributes:
+        requested: Whether to stop.
+        exit_code: That of a command which was stopped: 130 after Ctrl-C, 129 after SIGHUP, else 143.
     """
 
     def __init__(self, on_request: Callable[[str], None] = lambda _name: None) -> None:

@@ -34,7 +34,9 @@ class TokenDataset:
         manifest: Of the whole folder.
         split: "train" or "validation".
         name: For error messages.
+        documents: Number of documents in this split.
         bytes: UTF-8 size of the text of this split.
+        vocab_size: Of the tokenizer.
     """
 
     def __init__(self, manifest: Manifest, split: str, folder: Path, info: SplitInfo, part: str | None = None):

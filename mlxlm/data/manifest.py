@@ -46,6 +46,7 @@ class Shard:
 
     Attributes:
         file: Name of the file of tokens.
+        tokens: Number of tokens.
         sha256: Digest of `file`.
         index_sha256: Digest of `index_file`: int64 offsets, increasing, where documents start. The first can be above
             0, since a document can continue from the previous shard.
@@ -128,6 +129,7 @@ class Manifest:
 
     Attributes:
         fingerprint: Of the tokenizer.
+        vocab_size: Of the tokenizer.
         dtype: Of the tokens: "uint16" or "uint32".
         validation_split: How validation was chosen: "documents" (whole documents), "tail" (the end of the text, if
             there are few documents), "files" (named by the user), or "mixed" (sources with weights are split
@@ -135,6 +137,7 @@ class Manifest:
         num_conversations: Documents that are conversations.
         sources: File names of the sources.
         parts: The training text, one part or more. `validation` is drawn from all sources, whatever their weights.
+        validation: The validation split.
         dedup: Duplicates left out; None without deduplication.
         skipped: Lines and rows left out as bad input, see `BadInput`.
         version: Of the format.

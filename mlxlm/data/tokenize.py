@@ -23,9 +23,10 @@ BATCH_CHARS = 1 << 18  # characters tokenized at a time: about 50 ms on two core
 
 
 class Chunk(NamedTuple):
-    """Token ids of a part of a document, with special tokens.
+    """Token ids of a part of a document.
 
     Attributes:
+        ids: Token ids, with special tokens.
         text_bytes: UTF-8 size of the text, without special tokens.
         starts_document: Whether the first id starts a document.
         loss_mask: uint8, 1 for each id that is a training target: in a conversation, the assistant's messages with

@@ -109,9 +109,13 @@ _MAX_ROWS = 12  # of a table that is not folded
 
 @dataclass(frozen=True)
 class Report:
-    """Facts about a machine (see `report_facts`), and the results of checks, in their order.
+    """Facts about a machine, and the results of checks.
 
-    `date` is in UTC, and `seconds` is how long all checks took.
+    Attributes:
+        facts: See `report_facts`.
+        results: In their order.
+        date: When, in UTC.
+        seconds: How long all of them took.
     """
 
     facts: dict[str, Any]

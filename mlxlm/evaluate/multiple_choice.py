@@ -64,6 +64,7 @@ class Accuracy:
     """Accuracy over questions, from 0 to 1.
 
     Attributes:
+        questions: Number of questions.
         accuracy: By log-probability (lm-eval's acc).
         accuracy_by_bytes: By log-probability per byte (lm-eval's acc_bytes; its acc_norm divides by characters, which
             is the same for ASCII).

@@ -132,7 +132,10 @@ class Result:
     """The state of a variant's run.
 
     Attributes:
+        name: The variant.
         path: Folder of its run.
+        model_type: Model type of its configuration.
+        parameters: Number of parameters.
         learning_rate: Peak learning rate.
         step: Last step.
         steps: Steps of the whole run.
@@ -163,9 +166,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison(Sweep):
-    """A folder of runs, one for each variant of a model, `config`.
+    """A folder of runs, one for each variant of a model.
 
     To train what is unfinished: `for variant in comparison.variants: train(comparison.open_run(variant), ...)`.
+
+    Attributes:
+        config: The base model.
+        variants: The variants.
     """
 
     config: ModelConfig

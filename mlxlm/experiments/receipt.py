@@ -74,7 +74,10 @@ class Recipe:
 class Comparison:
     """One comparison of a repeated training with its receipt.
 
-    `result` is "equal" to the bit, "close" (within the tolerance) or "different".
+    Attributes:
+        name: What was compared.
+        result: "equal" to the bit, "close" (within the tolerance) or "different".
+        detail: One phrase.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Receipt:
     """A recipe and what it gave.
 
     Attributes:
+        recipe: What determines the weights.
         results: "corpus_sha256", "data_digest" (of the token shards), "losses" (of the first steps, exact), "steps",
             "weights_sha256", "quantized_sha256", and for the record "log_sha256", "bits_per_byte", "seconds",
             "environment" and "versions".

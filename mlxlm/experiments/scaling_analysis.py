@@ -22,7 +22,13 @@ MAX_EXTRAPOLATION = 10.0  # predictions beyond this multiple of the largest run'
 
 @dataclass(frozen=True)
 class HoldoutCheck:
-    """The largest run; its loss in nats per token by a fit to all other runs, and its 90% confidence interval."""
+    """The largest run, predicted from a fit to all other runs.
+
+    Attributes:
+        point: The largest run.
+        predicted: Its predicted loss, in nats per token.
+        interval: 90% confidence interval of `predicted`.
+    """
 
     point: ScalingPoint
     predicted: float

@@ -80,6 +80,8 @@ class GridRun:
     Attributes:
         hidden_size: Width of the model, see `model_of_width`.
         parameters: Number of parameters, embedding included.
+        tokens: Training tokens.
+        steps: Training steps.
         seconds: Predicted time of its steps.
     """
 
@@ -111,6 +113,7 @@ class Grid(Sweep):
 
     Attributes:
         runs: The planned runs, by operations.
+        vocab_size: Vocabulary size of all models.
         by_ratio: Whether the token counts are multiples of the parameters.
         unique_tokens: Tokens of the training text.
     """

@@ -89,7 +89,13 @@ def count_training_flops(config: ModelConfig, training: Training, num_devices: i
 
 @dataclass(frozen=True)
 class LengthFlops:
-    """How the forward operations of a sequence of `length` tokens divide into components, and the share of each."""
+    """How the forward operations of a sequence divide into components.
+
+    Attributes:
+        length: Tokens of the sequence.
+        flops: Its forward operations.
+        shares: Share of each component.
+    """
 
     length: int
     flops: float

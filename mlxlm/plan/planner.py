@@ -36,6 +36,9 @@ class Duration:
         num_devices: Devices that train together.
         mfu: Model FLOPs utilization, the share of the machine's speed that training reaches.
         mfu_source: "assumed", "given" or "measured" (by a probe).
+        seconds_per_step: Of an optimizer step.
+        steps: Optimizer steps.
+        tokens: Tokens to train on.
     """
 
     machine: Machine

@@ -27,7 +27,9 @@ class LoggedValidation(NamedTuple):
     """A validation in the log. Missing values are NaN.
 
     Attributes:
+        step: The step after which it ran.
         loss: Nats per token.
+        bits_per_byte: The same, per byte of text.
         expert_load: Tokens of the busiest expert relative to the mean, of a mixture of experts.
     """
 
@@ -42,9 +44,13 @@ class RunHistory:
     """The log, settings, model and data of a run.
 
     Attributes:
+        name: Of the folder.
+        path: The folder.
         settings: Training settings, from `train.json`.
+        model: The model's configuration.
         data: Sizes of the splits.
         steps: A column for each of `METRICS`, "step" and "smoothed" (the smoothed loss); missing values are NaN.
+        validations: In the order of the log.
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
         num_saved: Checkpoints saved.

@@ -22,7 +22,11 @@ from mlxlm.utils.errors import GenerationError, TokenizerError
 
 
 class ToolFields(Fields):
-    """An entry of `tools` in any API. The model is only offered functions: others are run by another server."""
+    """An entry of `tools` in any API. The model is only offered functions: others are run by another server.
+
+    Attributes:
+        type: What it is: `function_type` for a function.
+    """
 
     function_type: ClassVar[str] = "function"
     type: str

@@ -74,7 +74,12 @@ class Downloads:
 
 
 class _Download(threading.Thread):
-    """A download. The process doesn't wait for it when it ends."""
+    """A download. The process doesn't wait for it when it ends.
+
+    Attributes:
+        total: Bytes of all files, when they are known.
+        error: What went wrong.
+    """
 
     error: Exception | None = None
 

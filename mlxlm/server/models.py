@@ -66,8 +66,15 @@ class ServedModel:
     """A loaded model with its engine and chat template.
 
     Attributes:
+        name: The `model` of requests.
+        lm: The model.
+        settings: The server's settings.
+        engine: Generates its texts.
+        encoder: Its chat template.
         defaults: Generation options, for what a request doesn't set.
         eos_token_ids: Tokens that end an answer.
+        num_bytes: Size of the weights.
+        load_seconds: How long it took to load the model.
         description: What is known of it; set by `Models`. Its files may change or be removed meanwhile.
     """
 
@@ -133,6 +140,7 @@ class _Entry:
     """A model that was named in a request.
 
     Attributes:
+        model: The model, while it is loaded.
         users: Requests that use it.
         last_used: The time when the last of them ended, or when it was loaded.
         keep_alive: Seconds after which it is unloaded when nobody uses it; None for never.
@@ -168,6 +176,10 @@ class Models:
             all models on this machine, those of `settings.models_dirs` among them.
         settings: Settings of all models. The loaded ones share `max_memory`. If it doesn't have room for another one,
             idle models are unloaded, the least recently used first.
+
+    Attributes:
+        library: The models that can be loaded.
+        downloads: Downloads more of them.
     """
 
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):

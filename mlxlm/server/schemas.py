@@ -259,7 +259,13 @@ class StreamOptions(Fields):
 
 
 class ReplyFields(Fields):
-    """The fields of a request for text that `respond` reads. See `Models.use` for `keep_alive`."""
+    """The fields of a request for text that `respond` reads.
+
+    Attributes:
+        model: The name of the model.
+        keep_alive: How long it stays loaded, see `Models.use`.
+        stream: Whether to stream the answer.
+    """
 
     model: str | None = None
     keep_alive: float | str | None = None

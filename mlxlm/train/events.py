@@ -28,7 +28,14 @@ class Event:
 
 @dataclass(frozen=True)
 class ModelSizeChosen(Event):
-    """The model size was chosen for the available time, in which the model sees about `tokens` tokens."""
+    """The model size was chosen for the available time.
+
+    Attributes:
+        parameters: Number of parameters.
+        tokens: Tokens that the model will see, about.
+        epochs: Passes over the text.
+        law_name: The scaling law that chose it.
+    """
 
     parameters: int
     tokens: float
@@ -38,7 +45,12 @@ class ModelSizeChosen(Event):
 
 @dataclass(frozen=True)
 class TextLimited(Event):
-    """About `bytes` of the sources are used: preparing all of them would take too much of the available time."""
+    """Only a part of the text is used: preparing all of it would take too much of the available time.
+
+    Attributes:
+        bytes: About as many bytes of the sources are used.
+        total_bytes: Bytes that they have.
+    """
 
     bytes: int
     total_bytes: int
@@ -49,9 +61,11 @@ class Forecast(Event):
     """What a benchmark on this machine predicts for a run.
 
     Attributes:
+        steps: Number of steps.
         step_seconds: Seconds of all steps.
         seconds: Seconds of all steps and validations.
         memory: MLX's peak memory in bytes.
+        validations: Number of validations.
     """
 
     steps: int
@@ -239,10 +253,13 @@ class Finished(Event):
     """The last step is finished and saved.
 
     Attributes:
+        step: Its number.
         seconds: Spent in steps.
         tokens_per_second: Over the last 50 steps except the first; 0 if there are none, None if nothing was left to do.
         best_loss: Lowest validation loss, in nats per token.
+        bits_per_byte: The same in bits per byte.
         memory: MLX's peak in bytes since the run began or was resumed.
+        path: The run.
     """
 
     step: int

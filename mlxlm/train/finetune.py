@@ -52,7 +52,12 @@ _LR_FRACTION = 0.2
 
 
 class ConversationEncoder(Protocol):
-    """Encodes conversations by a jinja chat template."""
+    """Encodes conversations by a chat template.
+
+    Attributes:
+        chat_template: The jinja template with which to chat with the model.
+        eos_token_ids: The tokens that end an answer.
+    """
 
     chat_template: str
     eos_token_ids: frozenset[int]

@@ -114,7 +114,9 @@ class TrainingError(MlxlmError):
 class DeviceError(MlxlmError):
     """The device ended a computation, or lacked the memory for it.
 
-    With `results_lost`, other results are lost, too: whatever had been started on the device and not been read.
+    Attributes:
+        out_of_memory: Whether it lacked memory.
+        results_lost: Whether other results are lost, too: whatever had been started on the device and not been read.
     """
 
     def __init__(self, message: str, hint: str, *, out_of_memory: bool, results_lost: bool):

@@ -135,7 +135,9 @@ class SavedSession:
     """A session file, as a list shows it.
 
     Attributes:
+        path: The file.
         time: When it was changed.
+        model: The model's name.
         messages: The messages of all branches.
         problem: Why the file can't be read, or "".
     """

@@ -40,6 +40,7 @@ class Command:
 
     Attributes:
         usage: Name and arguments.
+        help: What it does.
         run: Called with the TerminalChat and the argument.
         complete: Returns possible arguments; `PATHS` stands for file names.
     """
