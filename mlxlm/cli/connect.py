@@ -49,7 +49,10 @@ def connect(client: str, server: str, model: str | None, write: bool) -> None:
 def _write(file: Path, content: bytes, merge: bool) -> None:
     """Write a configuration file. One with other content is copied first, and a link stays one.
 
-    `merge`: it is JSON whose other settings are kept.
+    Args:
+        file: The file.
+        content: What it will contain.
+        merge: Whether it is JSON whose other settings are kept.
 
     Raises:
         ConfigError: The file can't be written, or it has more than JSON, such as comments, which would be lost.

@@ -47,7 +47,9 @@ def is_launched() -> bool:
 def launch_processes(hosts: str | int, args: list[str]) -> NoReturn:
     """Start `mlxlm ARGS` on the other hosts, and replace this process by rank 0.
 
-    `hosts`: the number of processes on this machine; or names of hosts, see `make_hostfile`; or a hostfile.
+    Args:
+        hosts: The number of processes on this machine; or names of hosts, see `make_hostfile`; or a hostfile.
+        args: The command line.
 
     Raises:
         ConfigError, PlatformError: The processes can't be started.

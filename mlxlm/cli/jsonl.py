@@ -202,8 +202,11 @@ def _count_lines(descriptor: int) -> int | None:
 class LineReader:
     """The lines of an open file, pipe or terminal, read one by one with a timeout and without a thread.
 
-    Python's own readers block until they have a whole block of bytes. A line that is too long is cut to `max_bytes + 1`
-    bytes, so that memory is bounded.
+    Python's own readers block until they have a whole block of bytes.
+
+    Args:
+        descriptor: The file descriptor.
+        max_bytes: A longer line is cut to `max_bytes + 1` bytes, so that memory is bounded.
     """
 
     def __init__(self, descriptor: int, max_bytes: int):

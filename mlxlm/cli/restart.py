@@ -20,7 +20,12 @@ _DEFAULT_LIMIT, _MIN_LIMIT = 40, 5  # a command buffer of less work is hardly sh
 
 
 class Restart(Exception):
-    """Raised to end this process and to start another one in its place, with changed environment variables."""
+    """Raised to end this process and to start another one in its place.
+
+    Args:
+        arguments: The command line.
+        changes: Environment variables to set.
+    """
 
     def __init__(self, arguments: Sequence[str], changes: Mapping[str, str]):
         self.arguments, self.changes = arguments, dict(changes)

@@ -51,7 +51,12 @@ def refuse_with_resume(has_data: bool, options: Iterable[str], path: Path) -> No
 
 
 def require_arguments(usage: str, arguments: Mapping[str, object]) -> None:
-    """Raise UsageError with the names of the `arguments`, such as "DATA", that have no value; `usage` would work."""
+    """Raise UsageError with the names of the arguments that have no value.
+
+    Args:
+        usage: What would work.
+        arguments: Values by name: "DATA", "--out".
+    """
     if missing := [name for name, value in arguments.items() if not value]:
         verb = "is" if len(missing) == 1 else "are"
         raise click.UsageError(f"{_enumerated(missing)} {verb} missing (try: {usage})")

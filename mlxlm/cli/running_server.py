@@ -40,7 +40,11 @@ class Endpoint:
 
     @classmethod
     def find(cls, server: str, model: str | None) -> Endpoint:
-        """Ask a server, see `_open`, for its models. Without a name, take one that is loaded, or the first.
+        """Ask a server for its models.
+
+        Args:
+            server: Its address, see `_open`.
+            model: A name; None for a model that is loaded, or else the first.
 
         Raises:
             MlxlmError: No server answers, it refuses the key, or it has no such model.
@@ -59,7 +63,12 @@ class Endpoint:
 
 
 def stream_from_server(server: str, fields: Mapping[str, Any], screen: Screen) -> None:
-    """Show the answer of a server, see `_open`, to a chat completion with these fields.
+    """Show the answer of a server with OpenAI's API.
+
+    Args:
+        server: Its address, see `_open`.
+        fields: The fields of a chat completion.
+        screen: Shows the answer.
 
     Raises:
         MlxlmError: The server can't be reached, or refuses the request; its message says why.

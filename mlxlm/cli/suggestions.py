@@ -92,7 +92,13 @@ _BITS = re.compile(r"(load-in-|i?q|int|nf|fp)?(?P<bits>[2-8])([-_]?bits?|_\w+)?"
 
 
 def suggest_command(name: str, group: str, commands: Collection[str]) -> str | None:
-    """What to try instead of a command that `group`, such as "mlxlm" or "mlxlm models", doesn't have."""
+    """What to try instead of a command that doesn't exist.
+
+    Args:
+        name: What was typed.
+        group: How the group is called: "mlxlm", or "mlxlm models".
+        commands: Those of the group.
+    """
     ours = {command: f"{group} {command}" for command in commands}
     known = ours if " " in group else {f: f"mlxlm {command}" for f, command in _FOREIGN_COMMANDS.items()} | ours
     matches = get_close_matches(name.lower(), known, n=2)

@@ -19,7 +19,9 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 class TrainingMetrics:
     """Collects the metrics of a run from its events.
 
-    `peak`: the FLOP/s that this machine reaches in matrix products; None if unknown. `now`: the clock, in seconds.
+    Args:
+        peak: FLOP/s that this machine reaches in matrix products; None if unknown.
+        now: The clock, in seconds.
     """
 
     def __init__(self, peak: float | None = None, now: Callable[[], float] = time.monotonic):

@@ -248,10 +248,18 @@ def permutation_keys(*seed: int) -> tuple[np.ndarray, int]:
 
 
 def permute(indices: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Apply a keyed pseudorandom permutation of range(n) to `indices`, integers below `n`, 1-D; returns uint64.
+    """Apply a keyed pseudorandom permutation of range(n) to `indices`.
 
     A balanced Feistel network over the next even power of two, applied again to values outside the range (cycle
-    walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). For `keys`, see `permutation_keys`.
+    walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+
+    Args:
+        indices: Integers below `n`, 1-D.
+        n: Size of the range.
+        keys: From `permutation_keys`.
+
+    Returns:
+        uint64, of the shape of `indices`.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

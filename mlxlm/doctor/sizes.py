@@ -23,9 +23,12 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class KernelModel:
-    """A model at whose shapes kernels are checked: a preset or a model, with changes of its configuration.
+    """A model at whose shapes kernels are checked.
 
-    `dtype` is that of generation; training has that of the device.
+    Args:
+        name: Of a preset or a model.
+        dtype: Of generation; training has that of the device.
+        changes: Fields of its configuration.
     """
 
     name: str

@@ -32,7 +32,12 @@ class _Trained:
 
 
 class TrainingChecks:
-    """The checks of training, which share one uninterrupted run, in `folder`."""
+    """The checks of training, which share one uninterrupted run.
+
+    Args:
+        sizes: The model and the settings.
+        folder: For the runs.
+    """
 
     def __init__(self, sizes: Sizes, folder: Path):
         self._sizes, self._folder = sizes, folder

@@ -121,10 +121,12 @@ class Analysis:
 
 
 def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
-    """Fit all scaling laws to finished runs.
+    """Fit all scaling laws to `points`.
 
-    `by_ratio`: the token counts are multiples of the parameters. The longest runs of all sizes then share the tokens
-    per parameter instead of the tokens.
+    Args:
+        points: The finished runs.
+        by_ratio: Whether the token counts are multiples of the parameters. The longest runs of all sizes then share
+            the tokens per parameter instead of the tokens.
     """
     missing = []
 

@@ -77,9 +77,14 @@ class Fit(Generic[Law]):
 
 
 def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit[ScalingLaw]:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3), with `resamples` bootstrap samples.
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3).
 
     The Huber loss of the log losses is minimized from several starting points.
+
+    Args:
+        points: The runs.
+        resamples: Number of bootstrap samples.
+        seed: Of the bootstrap.
 
     Raises:
         DataError: There are fewer than 8 points, 3 sizes or 3 token counts, or a loss is not a positive number.

@@ -116,7 +116,11 @@ class Sweep(ABC):
     ) -> Run:
         """Open the run in the subfolder `name`, or make it.
 
-        `settings` extend or replace the shared fields of `TrainSettings`. For `phase`, see `start_run`.
+        Args:
+            name: The subfolder.
+            config: The model.
+            settings: Fields of `TrainSettings` of this run, which extend or replace the shared ones.
+            phase: See `start_run`.
         """
         gc.collect()  # the previous run is in reference cycles: its memory would count as this one's
         mx.clear_cache()

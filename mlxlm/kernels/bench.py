@@ -46,8 +46,9 @@ class Timing:
 class Measurement:
     """Benchmark results of a case.
 
-    Attributes:
-        timings: By path.
+    Args:
+        case: The case.
+        timings: Timings by path.
         skipped: Paths that were not measured, and why.
         fastest: The path to use from now on, None if none is correct.
     """

@@ -79,7 +79,15 @@ class MetalKernel:
     ) -> list[mx.array]:
         """Launch the kernel lazily. Raises RuntimeError without Metal; compile errors are raised on evaluation.
 
-        The grid is a number of threads, not of threadgroups. `outputs`: shape and dtype of each.
+        Args:
+            inputs: Input arrays.
+            template: Template arguments.
+            grid: Number of threads (not of threadgroups).
+            threadgroup: Threads per threadgroup.
+            outputs: Shape and dtype of each output.
+
+        Returns:
+            The output arrays.
         """
         if (names := _launches.get()) is not None:
             names.add(self.name)

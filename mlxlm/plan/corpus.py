@@ -42,10 +42,13 @@ class Corpus:
 def count_corpus(
     sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None, on_bad: OnBad = raise_error
 ) -> Corpus:
-    """Count the tokens of a prepared folder, or estimate those of texts by the vocabulary size.
+    """Count the tokens of a prepared folder, or estimate those of texts.
 
-    The sources are those of `mlxlm pretrain`, without their weights. For `text_column` and `on_bad`, see
-    `read_documents`.
+    Args:
+        sources: One prepared folder, or text sources as `mlxlm pretrain` takes them. Source weights are ignored.
+        vocab_size: Of the tokenizer, for the estimate.
+        text_column: Column of tables and JSON lines.
+        on_bad: What to do with a bad line.
 
     Raises:
         DataError: A source can't be read, or has no size (a pipe).

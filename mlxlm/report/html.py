@@ -24,10 +24,15 @@ _HERE = Path(__file__).parent
 
 
 def render_html(template: Path, script: str = "", **values: Any) -> str:
-    """Render a template in the style of reports, with the JavaScript `script` and the variables `values`.
+    """Render a template in the style of reports.
 
     It gets `style`, `script` and `script_hash`, for a content security policy that forbids everything else, and can
     import the macros of `table.html`. Every other text is escaped.
+
+    Args:
+        template: The file.
+        script: JavaScript of the page.
+        values: Variables of the template.
     """
     from jinja2 import Environment, FileSystemLoader
 

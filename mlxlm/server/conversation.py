@@ -204,7 +204,13 @@ class Conversation:
     async def answers(
         self, model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int], n: int = 1
     ) -> list[Text]:
-        """The texts of `n` answers, to be submitted. `eos_token_ids`: the tokens that end an answer.
+        """The texts of `n` answers, to be submitted.
+
+        Args:
+            model: The model.
+            options: The options of the answers.
+            eos_token_ids: Tokens that end an answer.
+            n: The number of answers.
 
         Raises:
             ApiError: The prompt is too long, or the tools can't be used with this model or these options.

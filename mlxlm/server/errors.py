@@ -122,7 +122,9 @@ def is_ollama(path: str) -> bool:
 def to_api_error(error: Exception, given_names: Mapping[str, str] | None = None) -> ApiError:
     """Convert any exception. Those that aren't the request's fault are logged with their traceback.
 
-    `given_names`: {our name of an option: the request's}, for the message.
+    Args:
+        error: The exception.
+        given_names: {our name of an option: the request's}, for the message.
     """
     if isinstance(error, ApiError):
         return error

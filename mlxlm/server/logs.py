@@ -40,7 +40,12 @@ class JSONFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str, log_format: str) -> None:
-    """Log the server's messages, and those of uvicorn that matter. For the arguments, see `ServerOptions`."""
+    """Log the server's messages, and those of uvicorn that matter.
+
+    Args:
+        level: The lowest level, one of `options.LOG_LEVELS`.
+        log_format: One of `options.LOG_FORMATS`.
+    """
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JSONFormatter() if log_format == "json" else text)
@@ -53,7 +58,10 @@ def log_to_stderr(level: str, log_format: str) -> None:
 class RequestLog:
     """Logs one line per request, without its content, gives it an ID, and counts it in the metrics.
 
-    `endpoints`: the paths that have metrics of their own.
+    Args:
+        app: The application.
+        metrics: Its metrics.
+        endpoints: The paths that have metrics of their own.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):

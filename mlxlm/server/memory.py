@@ -32,8 +32,10 @@ def limit_process(max_memory: int) -> int:
 def share(max_memory: int, process: int, weights: Iterable[int]) -> int:
     """The bytes that each of some models has for everything but its weights; below 0 if the weights don't fit.
 
-    `max_memory` is the limit of the process, `process` the result of `limit_process`, and `weights` has the bytes of
-    the weights of each model, at least one.
+    Args:
+        max_memory: The limit of the process.
+        process: See `limit_process`.
+        weights: Bytes of the weights of each model, at least one.
     """
     sizes = list(weights)
     return (max_memory - process - sum(sizes)) // len(sizes)

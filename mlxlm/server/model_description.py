@@ -91,7 +91,13 @@ class Descriptions:
         self._changed = False
 
     def describe(self, name: str, model: LocalModel, with_tokenizer: bool = False) -> ModelDescription:
-        """Describe a model by its name in requests. `with_tokenizer`: read its tokenizer, too, which takes longer."""
+        """Describe a model.
+
+        Args:
+            name: Its name in requests.
+            model: Where it is.
+            with_tokenizer: Read its tokenizer, too, which takes longer.
+        """
         description = _describe_files(name, model)
         with self._lock:
             if self._facts is None:

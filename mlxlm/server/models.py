@@ -112,9 +112,13 @@ class ServedModel:
     ) -> Any:
         """Encode a prompt of a request in a thread, and stop early if it is far longer than the context.
 
-        `encode` is called with `args`, `options` and `max_length`. A prompt that is a bit too long is left to the
-        engine, whose error has its length. `count_only` allows `MAX_COUNTED` tokens with any context: the endpoint
-        doesn't generate.
+        A prompt that is a bit too long is left to the engine, whose error has its length.
+
+        Args:
+            encode: Called with `max_length`, `args` and `options`.
+            args: See `encode`.
+            count_only: Allow `MAX_COUNTED` tokens with any context: the endpoint doesn't generate.
+            options: See `encode`.
 
         Raises:
             ApiError: 400 for a prompt that is too long.
@@ -261,9 +265,11 @@ class Models:
 
     @asynccontextmanager
     async def use(self, name: str | None, keep_alive: float | str | None = None) -> AsyncIterator[ServedModel]:
-        """Load a model if necessary, and keep it loaded until the end of the block, and for `keep_alive` after that.
+        """Load a model if necessary, and keep it loaded until the end of the block.
 
-        Without `keep_alive`, see `parse_keep_alive`, the server's option counts. For `name`, see `find`.
+        Args:
+            name: See `find`.
+            keep_alive: How long it stays loaded after that, see `parse_keep_alive`; None for the server's `keep_alive`.
 
         Raises:
             ApiError: 404 for an unknown name, 400 for an invalid `keep_alive`, 503 for a model that can't be loaded.

@@ -114,9 +114,11 @@ def given_names(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def given_path(body: Any, path: Iterable[int | str]) -> str:
-    """The path of a field as the client has written it in `body`, such as "messages.0.thinking".
+    """The path of a field as the client has written it, such as "messages.0.thinking".
 
-    Parts that the body doesn't have, such as the types of a union, are left out.
+    Args:
+        body: The body of the request.
+        path: Its path with our names. Parts that the body doesn't have, such as the types of a union, are left out.
     """
     found: list[str] = []
     for part in path:

@@ -101,7 +101,11 @@ class Reply(ABC):
 class ChoicesReply(Reply):
     """The reply of chat completions and completions: `choices`, one for each text; events have one choice each.
 
-    `head` has the id and object of the response and of each event.
+    Args:
+        model: See `Reply`.
+        texts: See `Reply`.
+        body: The request.
+        head: The id and object of the response and of each event.
     """
 
     last_line = b"data: [DONE]\n\n"
@@ -188,7 +192,11 @@ MakeReply = Callable[[ServedModel], Awaitable[Reply]]
 async def respond(request: Request, body: ReplyFields, make_reply: MakeReply, media_type: str = SSE) -> Response:
     """Load a model, generate the texts of the reply that `make_reply` makes for it, and send the reply.
 
-    Errors up to the first event are raised. `media_type`: that of a stream, `SSE` or `NDJSON`.
+    Args:
+        request: The request.
+        body: Its body.
+        make_reply: Encodes the prompts. Errors up to the first event are raised.
+        media_type: That of a stream, `SSE` or `NDJSON`.
     """
     replying = _replying(request, body, make_reply, media_type)
     if not body.stream:

@@ -142,10 +142,13 @@ def make_server(
     on_signal: Callable[[int], None] = lambda number: None,
     idle_timeout: int = IDLE_TIMEOUT,
 ) -> Server:
-    """Create the server of an application. For `on_signal`, see `Server`.
+    """Create the server of an application.
 
-    Running requests may take `shutdown_timeout` seconds to finish when the server stops. A connection without a request
-    is closed after `idle_timeout` seconds.
+    Args:
+        app: The application.
+        shutdown_timeout: Seconds that running requests may take to finish when the server stops.
+        on_signal: See `Server`.
+        idle_timeout: Seconds after which a connection without a request is closed.
     """
     config = uvicorn.Config(
         app,

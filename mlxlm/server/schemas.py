@@ -54,9 +54,11 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_t
 
 
 def text_of_part(part: Any, n: int) -> str:
-    """The text of part number `n` of some content.
+    """The text of a part of some content.
 
-    It is a text, a refusal, a document in plain text, a search result, or the name of a tool.
+    Args:
+        part: A text, a refusal, a document in plain text, a search result, or the name of a tool.
+        n: Its number, for the error.
 
     Raises:
         PydanticCustomError: It isn't text.

@@ -38,7 +38,12 @@ class StoredResponses:
         self._disk = ThreadPoolExecutor(1)  # a file is written before it is read or deleted
 
     def put(self, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a response and its input. Its file is written in a thread; if that fails, it is logged."""
+        """Keep a response. Its file is written in a thread; if that fails, it is logged.
+
+        Args:
+            response: The response.
+            items: Its input.
+        """
         id = response["id"]
         content = json.dumps({"response": response, "input": items}, ensure_ascii=False).encode()
         self._contents[id] = content
@@ -51,8 +56,12 @@ class StoredResponses:
     async def get(self, id: str, param: str | None = None) -> dict[str, Any]:
         """Return `{"response": ..., "input": [...]}`.
 
+        Args:
+            id: The id of the response.
+            param: The field that names it, for the error.
+
         Raises:
-            ApiError: 404 for an unknown id; 400 if the field `param` names it.
+            ApiError: 404 for an unknown id; 400 if a field names it.
         """
         if id in self._contents:
             value: dict[str, Any] = json.loads(self._contents[id])

@@ -52,7 +52,10 @@ class Text:
     def __init__(self, index: int, request: Request, parser: AnswerParser | None = None):
         """Create a text that isn't submitted yet.
 
-        `parser` splits an answer into its parts; None for a text without reasoning and calls.
+        Args:
+            index: See `Text`.
+            request: See `Text`.
+            parser: Splits an answer into its parts; None for a text without reasoning and calls.
         """
         self.index, self.request = index, request
         self.result: GenerationResult | None = None

@@ -204,7 +204,11 @@ _HINT = "a tokenizer from a source that you trust"
 
 
 def check_expansion(content: dict[str, Any], name: str) -> None:
-    """Check the content of the tokenizer.json `name`. Malformed fields are left to the library.
+    """Check the content of a tokenizer.json. Malformed fields are left to the library.
+
+    Args:
+        content: The parsed file.
+        name: Name of the file, for error messages.
 
     Raises:
         TokenizerError: It could make a text many times longer; the message names the field.

@@ -58,10 +58,14 @@ class FillInTheMiddle:
         *,
         max_length: int = sys.maxsize,
     ) -> list[int]:
-        """Encode a prompt: the text before the middle, the text after it, and the start of the middle.
+        """Encode a prompt. Special tokens in the texts are ordinary text.
 
-        Special tokens in the texts are ordinary text. `files` are names and texts of other files, for context. For
-        `max_length`, see `Tokenizer.encode`.
+        Args:
+            prefix: The text before the middle.
+            suffix: The text after it.
+            start: The beginning of the middle.
+            files: Names and texts of other files, for context.
+            max_length: See `Tokenizer.encode`.
         """
         encode, texts = self._tokenizer.encode, {"prefix": prefix, "suffix": suffix}
         ids = self._tokenizer.prefix_token_ids

@@ -18,7 +18,11 @@ MAX_PIECE_LENGTH = 512  # characters: the time of `_merges` is quadratic in them
 
 
 def parse(data: bytes, name: str) -> Any:
-    """Parse a ModelProto, the content of the file `name`.
+    """Parse a ModelProto.
+
+    Args:
+        data: The content of the file.
+        name: Name of the file, for error messages.
 
     Raises:
         TokenizerError: It isn't a BPE model that `convert` can reproduce exactly.

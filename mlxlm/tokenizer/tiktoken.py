@@ -60,7 +60,11 @@ def is_tiktoken(data: bytes) -> bool:
 
 
 def convert(data: bytes, name: str) -> tokenizers.Tokenizer:
-    """Convert a vocabulary, the content of the file `name`, to a tokenizer with tiktoken's ids.
+    """Convert a vocabulary to a tokenizer with tiktoken's ids.
+
+    Args:
+        data: The content of the file.
+        name: Name of the file, for error messages.
 
     Raises:
         TokenizerError: It is malformed, or of a model whose program isn't known.

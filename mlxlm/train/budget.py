@@ -156,7 +156,12 @@ def seconds_per_token(
 ) -> float:
     """Measure the time that training `config` takes per token, by steps of two short rows.
 
-    A fine-tuning run of `seconds` may see few tokens.
+    Args:
+        config: The model.
+        seconds: The time of the run.
+        values: Settings.
+        num_processes: Processes that train together.
+        finetuning: Whether the run is a fine-tuning run, which may see few tokens.
 
     Raises:
         ConfigError: In `seconds` the model would see too few tokens to learn anything.

@@ -311,8 +311,11 @@ def limit_text(
 ) -> tuple[DataOptions, TextLimited | None]:
     """Return `data` with as much of its text as can be prepared in a part of `seconds`, and an event if that isn't all.
 
-    `seconds` are left to the end of the run. `prepare_sample` prepares a sample of the text in a new folder, as all of
-    it would be. For `phase`, see `start_run`.
+    Args:
+        data: The text.
+        seconds: Until the end of the run.
+        prepare_sample: Prepares a sample of the text in a new folder, as all of it would be.
+        phase: See `start_run`.
     """
     total = None if unseekable_source(data.sources) else total_bytes([*data.sources, *data.validation])
     if total is None or total <= max(_SAMPLE_BYTES, _MIN_BYTES_PER_SECOND * seconds):

@@ -48,7 +48,12 @@ class MlxlmError(Exception):
         return _ARGUMENT.sub(lambda match: show(match[1], match[2]) or match[0], text)
 
     def prefixed(self, place: object, error_type: type[MlxlmError] | None = None) -> MlxlmError:
-        """Return a copy of this error, of the class `error_type` if given, with the message "place: message"."""
+        """Return a copy of this error with `place`, such as the file that it is about, in front of its message.
+
+        Args:
+            place: Shown as "place: message".
+            error_type: The class of the copy, if not this one's.
+        """
         cls = error_type or type(self)
         message = one_line(f"{place}: {self.message}")
         error = cls.__new__(cls, message)  # not __init__, whose arguments differ between classes

@@ -24,13 +24,18 @@ from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
 def atomic_new_folder(
     path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
 ) -> Iterator[Path]:
-    """Write a new folder atomically. An empty folder is replaced.
+    """Write a new folder atomically.
 
     Yields a hidden folder next to `path` to write to. On success it is flushed to disk and renamed to `path`; on an
     error it is removed.
 
+    Args:
+        path: The folder. It may exist if it is empty.
+        error_type: The error to raise.
+        hint: The hint if `path` exists.
+
     Raises:
-        error_type: `path` exists (with `hint`), or writing fails.
+        error_type: `path` exists, or writing fails.
     """
     check_not_exists(path, error_type, hint)
     with _partial(Path(path), error_type, make_parent=True) as partial:

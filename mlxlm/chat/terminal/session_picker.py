@@ -32,7 +32,9 @@ def choose_session(
 ) -> SavedSession | None:
     """Let the user choose one of the saved conversations. Without a terminal, print them and return None.
 
-    `current` is the conversation that is open. `run` runs the application, by default with its own `run`.
+    Args:
+        current: The conversation that is open.
+        run: Runs the application, by default with its own `run`.
 
     Raises:
         GenerationError: There is none.

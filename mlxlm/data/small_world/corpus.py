@@ -46,9 +46,13 @@ def _typed(turn: Turn, rng: random.Random) -> Turn:
 def write_small_world(
     path: Path, num_bytes: int, seed: int = 0, progress: Callable[[int], None] = lambda _num_bytes: None
 ) -> None:
-    """Write conversations as JSON lines with "messages", at least `num_bytes`. The same arguments give the same bytes.
+    """Write conversations as JSON lines with "messages". The same arguments give the same bytes.
 
-    `progress` is called with the number of bytes of each line.
+    Args:
+        path: A new file.
+        num_bytes: Write until the file has at least this size.
+        seed: Chooses the conversations.
+        progress: Called with the number of bytes of each line.
 
     Raises:
         DataError: The file exists, or can't be written.

@@ -56,7 +56,11 @@ async def embed_texts(
 ) -> tuple[list[list[float]], int]:
     """The embeddings of texts or token ids, and the number of their tokens.
 
-    `param` is the field with the texts, for errors.
+    Args:
+        model: The model.
+        texts: The texts.
+        dimensions: See `EmbeddingRequest`.
+        param: The field with the texts, for errors.
 
     Raises:
         ApiError: For an empty text, one that is too long, and dimensions that the model doesn't have.
