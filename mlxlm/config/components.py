@@ -112,11 +112,20 @@ RECURRENT = {"conv": "short_conv", "linear_attention": "gated_delta"}
 DENSE, SPARSE = "dense", "sparse"  # values of `mlp_layer_types`
 ROUTERS = ("softmax", "sigmoid")
 
+# Of queries and keys: what is normalized, and how.
+QK_NORMS = {
+    "head": "RMSNorm of each head",
+    "projection": "RMSNorm of all heads together",
+    "layer": "LayerNorm of each head",
+    "layer_per_head": "LayerNorm of each head, with weights of its own",
+    "l2": "RMSNorm without weight of each head, in layers with rotary positions",
+}
+
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm": tuple(NORMS),
     "norm_placement": tuple(NORM_PLACEMENTS),
     "positions": tuple(POSITIONS),
-    "qk_norm": (None, "head", "projection"),
+    "qk_norm": (None, *QK_NORMS),
     "hidden_act": ACTIVATIONS,
     "router": ROUTERS,
 }

@@ -76,13 +76,17 @@ class ModelConfig:
         linear_value_head_dim: Size of its values.
         linear_conv_kernel_dim: Taps of the convolution before it.
         attn_output_gate: The output of attention is multiplied by a gate (Qwen3-Next).
-        qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
+        qk_norm: Norms of queries and keys: "head" (Qwen 3), "projection" (OLMo 2), "layer" (Phi), "layer_per_head"
+            (StableLM, Command R+) or "l2" (Llama 4).
         clip_qkv: Queries, keys and values are clipped to this magnitude, before their positions (OLMo).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
         final_logit_softcapping: Soft cap of the output logits (Gemma 2).
         attention_sinks: Each head has a sink: one more score in the softmax, without a value (GPT-OSS).
         query_pre_attn_scalar: Scores are divided by its square root. None: by that of head_dim.
+        attn_scale: Queries at position p of layers without rotary positions are multiplied by 1 + attn_scale · log(1 +
+            floor((p + 1) / floor_scale)) (Llama 4). None: they aren't.
+        floor_scale: See `attn_scale`.
         rope_layers: Whether each layer has rotary positions (SmolLM 3). None: all have them.
         rope_local_base_freq: Base of the rotary positions of layers with a sliding window, which then have no scaling
             (Gemma 3). None: as all layers.
@@ -164,6 +168,8 @@ class ModelConfig:
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
+    attn_scale: float | None = None
+    floor_scale: float | None = None
     rope_layers: tuple[bool, ...] | None = None
     rope_local_base_freq: float | None = None
     residual_multiplier: float = 1.0
@@ -390,6 +396,8 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield "head_bias is true, but the head is the embedding (tie_word_embeddings=false)"
     if c.swiglu_limit is not None and not (c.mlp_gated and c.hidden_act == "silu"):
         yield "swiglu_limit is for SwiGLU (mlp_gated=true, hidden_act=silu)"
+    if (c.attn_scale is None) != (c.floor_scale is None):
+        yield f"attn_scale is {c.attn_scale} and floor_scale {c.floor_scale}, both or neither must be set (0.1 and 8192)"
     if c.layer_types is not None:
         yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:

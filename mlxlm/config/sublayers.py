@@ -85,6 +85,7 @@ def attention(c: Config) -> Sublayer:
     hidden, d = c.hidden_size, c.head_dim
     queries, keys, bias = c.num_attention_heads * d, c.num_key_value_heads * d, c.attention_bias
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
+    all_heads = queries + keys
     gate = (
         (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias, split="outputs"),) if c.attn_output_gate else ()
     )
@@ -98,7 +99,7 @@ def attention(c: Config) -> Sublayer:
         ),
         activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
         biases=c.num_attention_heads if c.attention_sinks else 0,
-        norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
+        norms={"head": 2 * d, "layer": 4 * d, "projection": all_heads, "layer_per_head": all_heads}.get(c.qk_norm, 0),
         score_flops=(2 * queries, 2 * queries),
         kv_heads=c.num_key_value_heads,
         kv_dims=(d, d),
@@ -155,7 +156,7 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
         "positions": "rope", "partial_rotary_factor": 1.0, "qk_norm": None, "sliding_window": None, "rope_layers": None,
         "layer_types": None,
         "attn_logit_softcapping": None, "query_pre_attn_scalar": None, "attention_out_bias": None,
-        "attention_sinks": False, "clip_qkv": None,
+        "attention_sinks": False, "clip_qkv": None, "attn_scale": None,
     }  # fmt: skip
     for name, value in required.items():
         if getattr(c, name) != value:

@@ -24,8 +24,8 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     kinds = set(config.layer_sublayers)
     if not all(any(matrix.split for matrix in sublayer.matrices) for kind in kinds for sublayer in kind):
         raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
-    if config.qk_norm == "projection":
-        problem = f"the norms of {config.model_type} over the queries of all heads can't be split over processes"
+    if config.qk_norm in ("projection", "layer_per_head"):
+        problem = f"the norms of {config.model_type} with weights for all heads can't be split over processes"
         raise ConfigError(problem, "one machine")
     sizes = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
     divided = {"num_attention_heads": heads, **sizes}

@@ -13,7 +13,7 @@ from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoi
 from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import NORMS
+from mlxlm.config.components import NORMS, QK_NORMS
 from mlxlm.config.counts import attention_windows
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
@@ -204,11 +204,11 @@ def _attention(c: ModelConfig) -> str:
         return f"multi-head latent, {sizes}; latent vectors of {c.kv_lora_rank}{queries}"
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
-    norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
+    norm = "" if c.qk_norm is None else f", {QK_NORMS[c.qk_norm]} of queries and keys"
     clip = "" if c.clip_qkv is None else f", clipped at {c.clip_qkv:g}"
     sinks = ", with sinks" if c.attention_sinks else ""
     gate = ", gated" if c.attn_output_gate else ""
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{clip}{sinks}{gate}"
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norm}{clip}{sinks}{gate}"
 
 
 def _positions(c: ModelConfig) -> str:

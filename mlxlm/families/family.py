@@ -91,7 +91,7 @@ class Family:
         """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
         return {
             name.partition("experts.*")[0] + modules.removeprefix("mlp.")
-            if "*" in name
+            if "experts.*" in name
             else self.mlx_lm_names.get(name, name): modules
             for name, modules in self.layer_modules.items()
         }

@@ -33,6 +33,8 @@ class WeightMapping:
         channel_axis: Axis of size 1 that a convolution's weight, `[channels, taps]` in the decoder, has in the file: 1
             as in PyTorch, 2 as in MLX. 0: no convolution.
         offset: The weight in the file is that of the decoder plus this.
+        head_vectors: With N heads, the decoder's vector is a matrix of N rows in the file, or with `experts` N vectors.
+            0: neither.
         stacked: The first axis is that of the experts, the second one that of the rows.
     """
 
@@ -47,6 +49,7 @@ class WeightMapping:
     per_head: bool = False
     channel_axis: int = 0
     offset: float = 0.0
+    head_vectors: int = 0
     stacked: bool = False
 
     @property
@@ -85,16 +88,26 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         for name, fused in layer_modules.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
             modules_of[f"{family.prefix}{family.layers}.{i}.{name}"] = modules
+    q, k = config.num_attention_heads, config.num_key_value_heads
+    heads_of = {"q_proj": q, "q_norm": q, "k_proj": k, "k_norm": k}
     mappings = []
     for name, modules in modules_of.items():
         stored = _mlx_lm_name(family, name) if for_mlx else name
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
+        part = modules[0].rpartition(".")[2]
+        heads = heads_of.get(part, 0)
+        interleaved = heads if family.rope_interleaved else 0
         if for_mlx and family.mlx_lm_adds_one and modules[0].endswith("norm"):
             mappings.append(WeightMapping(stored, modules, offset=1.0))
         elif modules[0] in matrices and matrices[modules[0]].group == "convolution":
             mappings.append(WeightMapping(stored, modules, channel_axis=2 if for_mlx else 1))
+        elif heads and config.qk_norm == "layer_per_head" and part.endswith("norm"):
+            each = heads if "*" in name else 0
+            mappings.append(
+                WeightMapping(
+                    stored, modules, (), 1, False, interleaved, config.rotary_dims, experts=each, head_vectors=heads
+                )
+            )
         elif "*" in name:
             mappings.append(WeightMapping(name, modules, experts=config.num_experts or 0))
         elif len(modules) > 1:

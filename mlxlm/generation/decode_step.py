@@ -31,7 +31,7 @@ from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
-from mlxlm.model.positions import RotaryEmbedding
+from mlxlm.model.positions import QueryTemperature, RotaryEmbedding
 from mlxlm.utils.errors import MlxlmError
 
 _MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
@@ -229,6 +229,10 @@ class LayerStep:
     def angles(self, rope: RotaryEmbedding, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
         """Return `rope.angles` at the rows' positions, computed once for all layers with the same base."""
         return self._shared.once(("angles", rope.is_local, dtype), lambda: rope.angles(self.offset, dtype))
+
+    def temperatures(self, temperature: QueryTemperature) -> mx.array:
+        """Return the factors of `temperature` at the rows' positions, `[B, 1, 1, 1]`, computed once for all layers."""
+        return self._shared.once(("temperatures", temperature), lambda: temperature(self.offset[:, None]))
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention, masked_attention, prepare_masked_attention, qk_norm_rope
 from mlxlm.model.linear import FusedLinear, Linear
-from mlxlm.model.norms import RMSNorm
-from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
+from mlxlm.model.norms import make_qk_norm
+from mlxlm.model.positions import (
+    QueryTemperature,
+    RotaryEmbedding,
+    alibi_slopes,
+    packed_position_ids,
+    position_ids,
+)
 
 
 class Attention(nn.Module):
@@ -37,13 +44,14 @@ class Attention(nn.Module):
         if config.attention_sinks:
             self.sinks = mx.zeros(self.heads)
         self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
-        if self.qk_norm is not None:
-            whole = self.qk_norm == "projection"
-            eps, offset = config.rms_norm_eps, config.norm_unit_offset
-            self.q_norm = RMSNorm(self.heads * d if whole else d, eps, offset)
-            self.k_norm = RMSNorm(self.kv_heads * d if whole else d, eps, offset)
+        self.eps = float(config.rms_norm_eps)
+        if self.qk_norm == "l2" and not config.has_rope(layer):
+            self.qk_norm = None
+        elif self.qk_norm not in (None, "l2"):
+            self.q_norm, self.k_norm = make_qk_norm(config, self.heads), make_qk_norm(config, self.kv_heads)
         is_local = self.window is not None and config.rope_local_base_freq is not None
         self.rope = RotaryEmbedding(config, is_local) if config.has_rope(layer) else None
+        self.temperature = QueryTemperature.of(config, layer)
         self._slopes = None  # not a parameter: MLX skips names that begin with an underscore
         self._slope_scale = self.scale if config.alibi_scaled else 1.0
         if config.positions == "alibi":
@@ -100,6 +108,8 @@ class Attention(nn.Module):
         if "gate_proj" in self:
             projected, gate = mx.split(projected, [(self.heads + 2 * self.kv_heads) * self.head_dim], axis=-1)
         queries, keys, values = self.split_and_rotate(projected, angles)
+        if self.temperature is not None:
+            queries = queries * cache.temperatures(self.temperature).astype(queries.dtype)
         keys, values = cache.update_and_fetch(keys, values)
         out = masked_attention(
             queries, keys, values, self.scale, cache,
@@ -121,12 +131,17 @@ class Attention(nn.Module):
         if self.qk_norm == "projection":
             queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
             projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
-        projected = self._clipped(projected)
-        norms, eps = None, 0.0
+        heads = self._clipped(projected).reshape(-1, H + 2 * K, 1, D)
+        norms = None
         if self.qk_norm == "head":
-            norms, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
+            norms = self.q_norm.scale, self.k_norm.scale
+        elif self.qk_norm == "l2":
+            norms = (_ones(D, heads.dtype),) * 2
+        elif self.qk_norm in ("layer", "layer_per_head"):
+            queries, keys, values = mx.split(heads, [H, H + K], axis=1)
+            heads = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=1)
         rope, scale = (None, None) if self.rope is None else (self.rope.fixed, self.rope.query_scale)
-        queries, keys, values = qk_norm_rope(projected.reshape(-1, H + 2 * K, 1, D), H, norms, eps, rope, angles)
+        queries, keys, values = qk_norm_rope(heads, H, norms, self.eps, rope, angles)
         return queries if scale is None else queries * scale.astype(queries.dtype), keys, values
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
@@ -153,10 +168,16 @@ class Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys, values = map(self._clipped, (queries, keys, values))
         queries, keys, values = split(queries, self.heads), split(keys, self.kv_heads), split(values, self.kv_heads)
-        if self.qk_norm == "head":
+        if self.qk_norm == "l2":
+            queries, keys = (mx.fast.rms_norm(x, None, self.eps) for x in (queries, keys))
+        elif self.qk_norm not in (None, "projection"):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
+        if self.temperature is not None:
+            positions = position_ids(0 if cache is None else cache.offset, T)
+            positions = positions if segment_ids is None else packed_position_ids(segment_ids)
+            queries = queries * self.temperature(positions).astype(queries.dtype)
         first = None
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
@@ -171,6 +192,13 @@ class Attention(nn.Module):
 
     def _clipped(self, x: mx.array) -> mx.array:
         return x if self.clip is None else mx.clip(x, -self.clip, self.clip)
+
+
+@cache
+def _ones(size: int, dtype: mx.Dtype) -> mx.array:
+    ones = mx.ones(size, dtype)
+    mx.eval(ones)
+    return ones
 
 
 def _gated(out: mx.array, gate: mx.array | None) -> mx.array:

@@ -107,7 +107,7 @@ def test_biases_of_sums_are_added_once():
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}, 4, r"heads 6, .*\(try: 2\)"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, 2, "num_key_value_heads 3"),
         ({**EXPERTS, "moe_intermediate_size": 33}, 2, r"moe_intermediate_size 33 equally \(try: one machine\)"),
-        ({"qk_norm": "projection"}, 2, "norms of llama over the queries of all heads"),
+        ({"qk_norm": "projection"}, 2, "norms of llama with weights for all heads"),
     ],
 )
 def test_what_processes_cannot_share(fields, size, expected):

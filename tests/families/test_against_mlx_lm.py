@@ -41,6 +41,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+QUERY_SCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+QUERY_SCALE["original_max_position_embeddings"] = 10
 OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
     "gemma3_text", "phi",
@@ -72,6 +74,7 @@ FAMILIES = {
     "llama": SIZES,
     "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
     "mistral": SIZES,
+    "ministral3": {**SIZES, "rope_scaling": QUERY_SCALE},
     "qwen2": SIZES,
     "qwen3": SIZES,
     "gemma": SIZES,
@@ -79,6 +82,8 @@ FAMILIES = {
     "phi3": SIZES,
     "olmo2": SIZES,
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
+    "cohere": {**SIZES, "use_qk_norm": True},
+    "stablelm": {**SIZES, "qk_layernorm": True},
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},

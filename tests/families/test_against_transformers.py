@@ -51,6 +51,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+QUERY_SCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+QUERY_SCALE["original_max_position_embeddings"] = 10
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0],
     "partial_rotary_factor": 0.75,
@@ -124,6 +126,7 @@ CASES = {
         },
     ),
     "phi": ("phi", LLAMA),
+    "phi, qk-norm": ("phi", {**LLAMA, "qk_layernorm": True}),
     "phi3": ("phi3", {**LLAMA, "sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "phi3 longrope, short": ("phi3", {**LLAMA, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
     "phi3 longrope, long": ("phi3", {**LLAMA, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
@@ -160,14 +163,18 @@ CASES = {
     "starcoder2": ("starcoder2", {**LLAMA, "sliding_window": 12}),
     "starcoder2 without biases": ("starcoder2", {**LLAMA, "use_bias": False}),
     "stablelm": ("stablelm", {**LLAMA, "hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm, qk-norm": ("stablelm", {**LLAMA, "hidden_size": 64, "qk_layernorm": True}),
     "stablelm parallel": ("stablelm", {**LLAMA, "hidden_size": 64, "use_parallel_residual": True}),
     "ministral": ("ministral", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "ministral3": ("ministral3", {**LLAMA, "head_dim": 12, "rope_parameters": QUERY_SCALE}),
+    "ministral3 with windows": ("ministral3", {**WINDOWS, "rope_parameters": QUERY_SCALE}),
     "cwm": ("cwm", {**WINDOWS, "rope_parameters": LLAMA3}),
     "exaone4": ("exaone4", WINDOWS),
     "exaone4 without windows": ("exaone4", {**WINDOWS, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "seed_oss": ("seed_oss", {**LLAMA, "head_dim": 12, "attention_out_bias": True}),
     "arcee": ("arcee", {**LLAMA, "mlp_bias": True}),
     "cohere": ("cohere", {**LLAMA, "logit_scale": 0.3}),
+    "cohere, qk-norm": ("cohere", {**LLAMA, "hidden_size": 48, "use_qk_norm": True}),
     "cohere2": ("cohere2", WINDOWS),
     "cohere2 without windows": ("cohere2", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
     "glm": ("glm", {**LLAMA, "head_dim": 16}),
@@ -484,6 +491,18 @@ def test_the_language_model_of_a_model_with_images(tmp_path, prefixes):
         expected = oracle(input_ids=torch.from_numpy(TOKENS)).logits.numpy()
     np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), expected, atol=1e-4)
     assert checkpoint.hf_config["model_type"] == "gemma3_text" and "vision_config" not in checkpoint.hf_config
+
+
+def test_the_language_model_of_mistral3(tmp_path):
+    kind, sizes = CASES["ministral3"]
+    vision = {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "intermediate_size": 16, "image_size": 16, "patch_size": 4}  # fmt: skip
+    text = {"model_type": kind, "vocab_size": VOCABULARY, **sizes}
+    parts = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    oracle = transformers_oracle.make_oracle("mistral3", parts, VOCABULARY)
+    oracle.save_pretrained(tmp_path)
+    found = np.array(load_checkpoint(open_checkpoint(tmp_path))[0](mx.array(TOKENS)))
+    np.testing.assert_allclose(found, logits_of(oracle, TOKENS), atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])

@@ -55,7 +55,6 @@ LATENT = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 CASES = {
-    "phi": HALF,
     "llama4_text": {**WINDOWS, **EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40},
     "phimoe": {**BASE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
     "minicpm3": {**BASE, **LATENT, "tie_word_embeddings": False},
@@ -202,7 +201,6 @@ REFUSED = {
     "glm_moe_dsa": ({"indexer_types": ["full", "shared"]}, "indexer_types has shared indexers"),
     "minicpm3": ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     "nemotron": ({"hidden_act": "silu"}, "hidden_act is 'silu', mlx_lm's nemotron computes relu2"),
-    "phi": ({"qk_layernorm": True}, "layernorm.* is not part of mlx_lm's model"),
 }
 
 

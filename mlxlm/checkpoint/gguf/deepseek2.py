@@ -30,7 +30,7 @@ LAYER = {
     **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
 }
 _GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
-_YARN_LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale and mscale_all_dim
+YARN_LOG = "rope.scaling.yarn_log_multiplier"  # here a tenth of mscale and mscale_all_dim
 
 
 def read_fields(keys: MetadataReader) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_fields(keys: MetadataReader) -> dict[str, Any]:
     is_v3 = keys.count("expert_gating_func", 0) == _GATING["sigmoid"]
     groups = keys.count("expert_group_count", 1)
     rope = read_rope_parameters(keys, rotary)
-    if rope["rope_type"] == "yarn" and (multiplier := keys.number(_YARN_LOG, 0.0)):
+    if rope["rope_type"] == "yarn" and (multiplier := keys.number(YARN_LOG, 0.0)):
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     return {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
@@ -87,7 +87,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "expert_weights_norm": config.norm_topk_prob,
         "expert_gating_func": _GATING[config.router],
         **(groups if config.n_group > 1 else {}),
-        **({_YARN_LOG: 0.1 * log_multiplier} if log_multiplier else {}),
+        **({YARN_LOG: 0.1 * log_multiplier} if log_multiplier else {}),
     }
 
 
@@ -98,7 +98,3 @@ def problems(config: ModelConfig) -> Iterator[str]:
         yield "a dense layer follows one with experts"
     if config.router == "softmax" and config.n_group > 1:
         yield f"n_group is {config.n_group}, llama.cpp chooses groups as DeepSeek V3 does"
-    scaling = config.rope_scaling or {}
-    mscales = {scaling.get("mscale"), scaling.get("mscale_all_dim")}
-    if scaling.get("rope_type") == "yarn" and (len(mscales) > 1 or None in mscales):
-        yield "its YaRN needs equal mscale and mscale_all_dim"
