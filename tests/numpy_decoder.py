@@ -104,8 +104,10 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     out = np.zeros((B, H, T, D))
     scale = 1 / math.sqrt(c.query_pre_attn_scalar or D)
     back = np.arange(T)[:, None] - np.arange(T)  # how far a key is behind its row
-    seen = (back >= 0) & (back < (c.window(layer) or T))
+    in_window = (back >= 0) & (back < (c.window(layer) or T))
     for b in range(B):
+        chunks = positions[b] // (c.chunk(layer) or T)
+        seen = in_window & (chunks == chunks[:, None])
         for h in range(H):
             group = h // (H // K)
             scores = scale * q[b, h] @ k[b, group].T
@@ -319,7 +321,7 @@ def latent_architectures(draw):
 NOT_LATENT = (
     "positions", "position_offset", "alibi_scaled", "partial_rotary_factor", "qk_norm", "sliding_window", "layer_types",
     "rope_layers", "rope_local_base_freq", "attention_out_bias", "attn_logit_softcapping", "query_pre_attn_scalar",
-    "attention_sinks", "clip_qkv", "attn_scale", "floor_scale",
+    "attention_sinks", "clip_qkv", "attention_chunk_size", "attn_scale", "floor_scale",
 )  # fmt: skip
 
 
@@ -335,7 +337,7 @@ def usual_architectures(draw):
     attn_scale = draw(st.none() | st.just(0.6))
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
-    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv", "linear_attention"]
+    kinds = ["full_attention", *["sliding_attention"] * bool(window), "chunked_attention", "conv", "linear_attention"]
     types = draw(st.none() | st.lists(st.sampled_from(kinds), min_size=layers - 1, max_size=layers - 1))
     linear = {}
     if "linear_attention" in (types or ()):
@@ -379,6 +381,7 @@ def usual_architectures(draw):
         attn_scale=attn_scale,
         floor_scale=attn_scale and 5.0,
         layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-2]))],
+        attention_chunk_size=draw(st.integers(1, 6)),
         conv_L_cache=draw(st.integers(1, 4)) if "conv" in (types or ()) else 3,
         conv_bias="conv" in (types or ()) and draw(flags),
         alibi_scaled=positions == "alibi" and draw(flags),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.config.components import FULL, RECURRENT, SLIDING
+from mlxlm.config.components import CHUNKED, FULL, RECURRENT, SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import short_repr
 
@@ -248,13 +248,15 @@ MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
 
 def validate_layer_types(c: Config) -> Iterator[str]:
     """Yield a message for each problem of `layer_types`, which is set, and of the sizes that some of them need."""
-    kinds = (FULL, SLIDING, *RECURRENT)
+    kinds = (FULL, SLIDING, CHUNKED, *RECURRENT)
     if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
         yield f"layer_types must be a list of {', '.join(kinds)}"
     elif len(c.layer_types) != c.num_hidden_layers:
         yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
     elif SLIDING in c.layer_types and c.sliding_window is None:
         yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
+    elif CHUNKED in c.layer_types and not is_count(c.attention_chunk_size):
+        yield f"attention_chunk_size is {short_repr(c.attention_chunk_size)}, {CHUNKED} needs a positive whole number"
     elif RECURRENT.keys() >= set(c.layer_types):
         yield f"layer_types has no layer with attention ({FULL})"
     elif "linear_attention" in c.layer_types:

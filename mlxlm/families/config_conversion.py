@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import ACTIVATIONS, SLIDING
+from mlxlm.config.components import ACTIVATIONS, CHUNKED, SLIDING
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families.activations import normalize_activation
 from mlxlm.families.family import Family, HFConfig
@@ -78,7 +78,12 @@ def unsupported_feature(values: HFConfig) -> str | None:
         return f"quantization by {method!r}"
     types = values.get("layer_types")
     if isinstance(types, list):
-        kinds = {SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads"}
+        kinds = {
+            SLIDING: "sliding_window",
+            CHUNKED: "attention_chunk_size",
+            "conv": "conv_L_cache",
+            "linear_attention": "linear_num_key_heads",
+        }
         if missing := [kind for kind, name in kinds.items() if kind in types and not family.hf_names(name)]:
             return f"layer_types with {missing[0]} in a {model_type} model"
     activation = _activation(values, family)

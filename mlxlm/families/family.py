@@ -35,9 +35,9 @@ class Family:
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
-            are stacks of all experts, `[E, in, out]`, in which the outputs of several modules alternate.
+            are stacks of all experts, `[E, in, out]`.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
-        interleaved: Fused modules of a layer whose parts are interleaved -> the field with the number of groups.
+        interleaved: Fused modules or tensors of a layer whose parts are interleaved -> the field with the number of groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.

@@ -20,6 +20,7 @@ from mlxlm.families.gpt_oss import GPT_OSS
 from mlxlm.families.granite import GRANITE
 from mlxlm.families.lfm2 import LFM2, LFM2_MOE
 from mlxlm.families.llama import LLAMA
+from mlxlm.families.llama4 import LLAMA4
 from mlxlm.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from mlxlm.families.mixtral import MIXTRAL
 from mlxlm.families.mlxlm import MLXLM
@@ -39,7 +40,7 @@ _ORDER = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
     MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
-    LFM2, LFM2_MOE, QWEN3_NEXT, MINISTRAL3,
+    LFM2, LFM2_MOE, QWEN3_NEXT, MINISTRAL3, LLAMA4,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

@@ -25,7 +25,7 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     "phi3": {_ORIGINAL_LENGTH: 4096},
     **dict.fromkeys(("cohere2", "exaone_moe", "falcon_h1", "glm4_moe_lite", "minicpm3"), {_THETA: 1e4}),
     **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
-    **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
+    **dict.fromkeys(("bitnet", "cohere", "llama4_text"), {_THETA: 5e5}),
     **dict.fromkeys(("glm", "glm4_moe", "phi"), {_PARTIAL: 0.5}),
     "qwen3_next": {_PARTIAL: 0.25},
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),

@@ -121,9 +121,12 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
     for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
+        if tensors[0].rpartition(".")[0] not in matrices:  # of another kind of layer
+            continue
         rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
+        groups = getattr(config, family.interleaved[name]) if name in family.interleaved else 1
         full_name = f"{family.prefix}{family.layers}.{i}.{name}"
-        mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
+        mappings.append(WeightMapping(full_name, tensors, rows, groups, transposed=True, stacked=True))
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
         mappings += kv_b_mappings(config)
     return mappings

@@ -32,7 +32,7 @@ class Attention(nn.Module):
         h, d, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
         self.scale = (config.query_pre_attn_scalar or d) ** -0.5
-        self.window = config.window(layer)
+        self.window, self.chunk = config.window(layer), config.chunk(layer)
         self.softcap = None if config.attn_logit_softcapping is None else float(config.attn_logit_softcapping)
         out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
         self.q_proj = Linear(h, self.heads * d, bias=bias)
@@ -111,8 +111,9 @@ class Attention(nn.Module):
         if self.temperature is not None:
             queries = queries * cache.temperatures(self.temperature).astype(queries.dtype)
         keys, values = cache.update_and_fetch(keys, values)
+        visible = cache if self.chunk is None else cache.in_chunk(self.chunk)
         out = masked_attention(
-            queries, keys, values, self.scale, cache,
+            queries, keys, values, self.scale, visible,
             window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"),
         )  # fmt: skip
         return self._project_out(_gated(out.reshape(x.shape[0], self.heads * self.head_dim), gate))
@@ -174,14 +175,17 @@ class Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
+        offset = 0 if cache is None else cache.offset
         if self.temperature is not None:
-            positions = position_ids(0 if cache is None else cache.offset, T)
+            positions = position_ids(offset, T)
             positions = positions if segment_ids is None else packed_position_ids(segment_ids)
             queries = queries * self.temperature(positions).astype(queries.dtype)
         first = None
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
             first = getattr(cache, "first", None)  # mlx_lm's caches don't have it
+        if self.chunk is not None:
+            segment_ids = _chunk_ids(self.chunk, offset + T - keys.shape[2], (B, keys.shape[2]), segment_ids)
         out = attention(
             queries, keys, values, self.scale,
             window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"), first=first,
@@ -192,6 +196,20 @@ class Attention(nn.Module):
 
     def _clipped(self, x: mx.array) -> mx.array:
         return x if self.clip is None else mx.clip(x, -self.clip, self.clip)
+
+
+def _chunk_ids(size: int, first: int | mx.array, shape: tuple[int, int], segment_ids: mx.array | None) -> mx.array:
+    """The chunk of each key, ascending int32 `[B, S]`; those of different documents differ.
+
+    Args:
+        size: Tokens of a chunk.
+        first: Position of the first key, or int32 `[B]`.
+        shape: B and S.
+        segment_ids: See `Attention`.
+    """
+    if segment_ids is not None:
+        return segment_ids * shape[1] + packed_position_ids(segment_ids) // size
+    return mx.broadcast_to(mx.maximum(position_ids(first, shape[1]), 0) // size, shape)
 
 
 @cache

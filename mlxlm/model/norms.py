@@ -74,16 +74,14 @@ def make_norm(config: ModelConfig) -> Norm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
 
 
-def make_qk_norm(config: ModelConfig, heads: int) -> nn.Module | None:
-    """Make the norm of the queries or keys of `heads` heads; None if it has no weights ("l2")."""
+def make_qk_norm(config: ModelConfig, heads: int) -> nn.Module:
+    """Make the norm of the queries or keys of `heads` heads, which has weights."""
     size, eps, kind = config.head_dim, config.rms_norm_eps, config.qk_norm
     if kind == "layer":
         return LayerNorm(size, eps)
     if kind == "layer_per_head":
         return LayerNormPerHead(heads, size, eps)
-    return (
-        None if kind == "l2" else RMSNorm(heads * size if kind == "projection" else size, eps, config.norm_unit_offset)
-    )
+    return RMSNorm(heads * size if kind == "projection" else size, eps, config.norm_unit_offset)
 
 
 def add_norm(norm: Norm | None, residual: mx.array, hidden_states: mx.array | None) -> tuple[mx.array, mx.array]:

@@ -77,6 +77,10 @@ LATENT = {
     "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 20,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+LLAMA4 = {
+    **LLAMA, "num_hidden_layers": 4, "head_dim": 12, "intermediate_size": 20, "intermediate_size_mlp": 36,
+    "num_local_experts": 6,
+}  # fmt: skip
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}
 
 CASES = {
@@ -247,6 +251,41 @@ CASES = {
     "qwen3_next": (
         "qwen3_next",
         {**LLAMA, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 36, "attention_bias": True},
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 12,
+            "floor_scale": 10,
+            "attn_scale": 0.7,
+            "no_rope_layer_interval": 3,
+        },
+    ),
+    "llama4, other layers": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_experts_per_tok": 2,
+            "attention_chunk_size": 9,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "layer_types": ["full_attention", "chunked_attention", "full_attention", "chunked_attention"],
+        },
+    ),
+    "llama4 without experts": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "moe_layers": [],
+            "attention_chunk_size": None,
+            "no_rope_layers": [1] * 4,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
     ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (

@@ -55,7 +55,6 @@ LATENT = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 CASES = {
-    "llama4_text": {**WINDOWS, **EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40},
     "phimoe": {**BASE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
     "minicpm3": {**BASE, **LATENT, "tie_word_embeddings": False},
     "exaone_moe": {**WINDOWS, **EXPERTS},
@@ -145,7 +144,7 @@ def test_rope_scaling(name, tmp_path):
     assert error(logits(load_model(tmp_path)[0]), logits_of(oracle, TOKENS)) < 5e-4
 
 
-@pytest.mark.parametrize("model_type", ["granitemoe", "llama4_text", "exaone_moe"])
+@pytest.mark.parametrize("model_type", ["granitemoe", "exaone_moe"])
 def test_greedy_tokens_with_a_cache(model_type, tmp_path):
     oracle = saved(tmp_path, model_type)
     prompt = torch.from_numpy(TOKENS[:1, :18])
@@ -194,7 +193,6 @@ REFUSED = {
         {"rope_parameters": {**BASE["rope_parameters"], "partial_rotary_factor": 0.5}},
         "partial_rotary_factor is 0.5, .* rotates whole heads",
     ),
-    "llama4_text": ({"no_rope_layer_interval": 2}, "no_rope_layers"),
     "mamba2": ({"n_groups": 2}, "n_groups is 2"),
     "mamba": ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon is 0.001"),
     "nanochat": ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001"),

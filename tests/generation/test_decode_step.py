@@ -31,7 +31,11 @@ MODELS = {
     "olmo 2": {"qk_norm": "projection", "norm_placement": "output"},
     "phi": {"qk_norm": "layer"},
     "stablelm": {"qk_norm": "layer_per_head"},
-    "llama 4": {"qk_norm": "l2", "rope_layers": (True, False), "attn_scale": 0.7, "floor_scale": 5},
+    "llama 4": {
+        "qk_norm": "l2", "rope_layers": (True, False), "attn_scale": 0.7, "floor_scale": 5, "attention_chunk_size": 9,
+        "layer_types": ("chunked_attention", "full_attention"), "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "router": "input_sigmoid", "shared_expert_intermediate_size": 32,
+    },
     "ministral 3": {
         "rope_scaling": {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7,
