@@ -117,8 +117,8 @@ QK_NORMS = {
     "head": "RMSNorm of each head",
     "projection": "RMSNorm of all heads together",
     "layer": "LayerNorm of each head",
-    "layer_per_head": "LayerNorm of each head, with weights of its own",
-    "l2": "RMSNorm without weight of each head, in layers with rotary positions",
+    "layer_per_head": "LayerNorm of each head with its own weights",
+    "l2": "RMSNorm of each head without weights, in layers with rotary positions",
 }
 
 CHOICES: dict[str, tuple[str | None, ...]] = {

@@ -37,7 +37,7 @@ class Family:
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
             are stacks of all experts, `[E, in, out]`.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
-        interleaved: Fused modules or tensors of a layer whose parts are interleaved -> the field with the number of groups.
+        interleaved: Fused modules or tensors of a layer with interleaved parts -> the field with the number of groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.

@@ -37,7 +37,7 @@ def _read(values: HFConfig) -> dict[str, Any]:
     is_tuned = read_bool(values, "attn_temperature_tuning", True)
     return {
         "rope_layers": None if all(rope) else rope,
-        **({"layer_types": types, "attention_chunk_size": chunk} if CHUNKED in types else {}),
+        **({} if types == [FULL] * len(rope) else {"layer_types": types, "attention_chunk_size": chunk}),
         "qk_norm": "l2" if read_bool(values, "use_qk_norm", True) else None,
         **({name: values.get(name, default) for name, default in _TUNING.items()} if is_tuned else {}),
         **_read_experts(values),
@@ -51,9 +51,9 @@ def _read_experts(values: HFConfig) -> dict[str, Any]:
     """Their layers and sizes; the shared expert is as wide as the others."""
     step, layers = values.get("interleave_moe_layer_step", 1), values.get("moe_layers")
     if not isinstance(layers, list):
-        count = values.get("num_hidden_layers")
-        is_valid = isinstance(step, int) and step > 0 and isinstance(count, int) and count <= MAX_LAYERS
-        layers = range(step - 1, count, step) if is_valid else []
+        count, layers = values.get("num_hidden_layers"), []
+        if isinstance(step, int) and step > 0 and isinstance(count, int):
+            layers = list(range(step - 1, min(count, MAX_LAYERS), step))
     types = read_mlp_layer_types(values, lambda layer: layer not in layers)
     if set(types.get("mlp_layer_types", ())) == {DENSE}:
         return {"num_experts": None, "num_experts_per_tok": None}
@@ -84,12 +84,12 @@ def _mlx_lm_mismatch(config: ModelConfig) -> str | None:
     lacks = {
         "experts": config.num_experts is not None,
         "chunked attention": config.layer_types is not None,
-        "a temperature of attention": config.attn_scale is not None,
-        "an output head of its own": not config.tie_word_embeddings,
-        "layers without norms of queries and keys": config.qk_norm is not None and config.rope_layers is not None,
+        "temperature tuning": config.attn_scale is not None,
+        "an untied head": not config.tie_word_embeddings,
+        "layers without QK-norm": config.qk_norm is not None and config.rope_layers is not None,
     }
     missing = [part for part, is_used in lacks.items() if is_used]
-    return f"has no {', no '.join(missing)}" if missing else None
+    return f"lacks {', '.join(missing)}" if missing else None
 
 
 LLAMA4 = Family(

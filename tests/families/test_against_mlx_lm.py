@@ -191,6 +191,27 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
         assert mx.allclose(tensor.read(), weights[name], rtol=0, atol=near), name
 
 
+def test_folders_of_llama4_that_mlx_lm_quantized(tmp_path):
+    utils = pytest.importorskip("mlx_lm.utils")
+    text = {
+        **SIZES, "model_type": "llama4_text", "num_hidden_layers": 4, "intermediate_size_mlp": 96, "rope_theta": 1e4,
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.6, "attention_bias": False, "use_qk_norm": True,
+        "rms_norm_eps": 1e-6, "rope_scaling": None,
+    }  # fmt: skip
+    model_class, args_class = utils._get_classes({"model_type": "llama4"})
+    theirs = model_class(args_class.from_dict({"model_type": "llama4", "text_config": dict(text)}))
+    mx.random.seed(0)
+    theirs.update(tree_map(lambda x: (x.ndim == 1) + 0.2 * mx.random.normal(x.shape), theirs.parameters()))
+    plan = {"group_size": 32, "bits": 8}
+    nn.quantize(theirs, **plan)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(theirs.parameters())))
+    config = {"model_type": "llama4", "text_config": text, "quantization": plan}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = mx.array(TOKENS)
+    np.testing.assert_allclose(np.array(load_model(tmp_path)[0](tokens)), np.array(theirs(tokens)), atol=5e-4)
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_folders_that_mlx_lm_quantized(model_type, tmp_path):
     """DeepSeek V2 has kv_b_proj in one piece, as older folders of V3."""
