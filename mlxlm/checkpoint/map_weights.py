@@ -40,7 +40,8 @@ def to_decoder_weights(
             result[name] = tensor
             continue
         names = mapping.modules if mapping.name == name else [f"{part}.{parameter}" for part in mapping.modules]
-        whole = _transpose(tensor, mapping, names[0])
+        is_transposed = mapping.is_read_only and tensor.shape[1:2] == (sum(mapping.rows),) != tensor.shape[2:]
+        whole = tensor if is_transposed else _transpose(tensor, mapping, names[0])
         if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
             matrix = (whole.shape[0], whole.shape[1] * whole.shape[2])
             whole = whole.transform(partial(mx.reshape, shape=matrix), shape=matrix)
@@ -75,7 +76,8 @@ def to_decoder_weights(
 
 def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTensors) -> dict[str, LazyTensor]:
     """Convert the decoder's tensors to a file's: the inverse of `to_decoder_weights`."""
-    by_module = {module: mapping for mapping in weight_mappings for module in mapping.modules}
+    written = [mapping for mapping in weight_mappings if not mapping.is_read_only]
+    by_module = {module: mapping for mapping in written for module in mapping.modules}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")

@@ -40,6 +40,7 @@ _SAME_MODELS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 # Values of `quant_method` that `mlxlm.checkpoint` reads.
 SUPPORTED_QUANT_METHODS = (
@@ -97,8 +98,10 @@ def text_part(values: HFConfig) -> HFConfig:
     text = values.get("text_config") if isinstance(values, Mapping) else None
     if not isinstance(text, Mapping) or values.get("model_type") in FAMILIES or unsupported_feature(text):
         return values
-    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size")
+    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
     outer = {name: values[name] for name in shared if values.get(name) is not None and text.get(name) is None}
+    if values.get("tie_word_embeddings") is not None:  # has priority in transformers 5
+        outer["tie_word_embeddings"] = values["tie_word_embeddings"]
     if isinstance(quantization := get_quantization_config(values), Mapping):
         outer["quantization"] = {(text_tensor_name(f"{k}.") or f"{k}.")[:-1]: v for k, v in quantization.items()}
     elif get_quant_method(values):

@@ -36,6 +36,7 @@ class Family:
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
             are stacks of all experts, `[E, in, out]`.
+        other_layer_tensors: The same of files that aren't written.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
         interleaved: Fused modules or tensors of a layer with interleaved parts -> the field with the number of groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
@@ -67,6 +68,7 @@ class Family:
     top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
     layer_modules: Mapping[str, str] = field(default_factory=dict)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
+    other_layer_tensors: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     interleaved: Mapping[str, str] = field(default_factory=dict)
     has_local_rope: bool = False
@@ -91,7 +93,7 @@ class Family:
         """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
         return {
             name.partition("experts.*")[0] + modules.removeprefix("mlp.")
-            if "experts.*" in name
+            if "experts.*" in name and name not in self.mlx_lm_names
             else self.mlx_lm_names.get(name, name): modules
             for name, modules in self.layer_modules.items()
         }
@@ -123,6 +125,12 @@ QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 # The experts of most mixtures, and their number, which transformers 5 saves by the second name.
 NUM_EXPERTS = "num_experts", "num_local_experts"
 EXPERTS = {f"mlp.experts.*.{name}": f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+# The experts as one stack of gates and up projections and one of down projections.
+FUSED_EXPERTS = {
+    "gate_up_proj": "mlp.switch_mlp.gate_proj.weight mlp.switch_mlp.up_proj.weight",
+    "down_proj": "mlp.switch_mlp.down_proj.weight",
+}
 
 SHARED_EXPERTS = {
     f"mlp.shared_experts.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")

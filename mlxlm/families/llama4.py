@@ -11,6 +11,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.components import CHUNKED, DENSE, FULL
 from mlxlm.config.model_config import MAX_LAYERS
 from mlxlm.families.family import (
+    FUSED_EXPERTS,
     LLAMA_FIELDS,
     NUM_EXPERTS,
     Family,
@@ -117,10 +118,7 @@ LLAMA4 = Family(
         **{f"feed_forward.shared_expert.{name}": f"mlp.shared_expert.{name}" for name in _PROJECTIONS},
         **{f"feed_forward.experts.{name}": f"mlp.switch_mlp.{name}" for name in _PROJECTIONS},  # mlx_lm
     },
-    layer_tensors={
-        "feed_forward.experts.gate_up_proj": "mlp.switch_mlp.gate_proj.weight mlp.switch_mlp.up_proj.weight",
-        "feed_forward.experts.down_proj": "mlp.switch_mlp.down_proj.weight",
-    },
+    layer_tensors={f"feed_forward.experts.{name}": tensors for name, tensors in FUSED_EXPERTS.items()},
     rope_interleaved=True,
     mlx_lm_mismatch=_mlx_lm_mismatch,
 )

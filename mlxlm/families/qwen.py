@@ -12,6 +12,7 @@ from mlxlm.config.components import DENSE, FULL
 from mlxlm.config.model_config import MAX_LAYERS
 from mlxlm.families.family import (
     EXPERTS,
+    FUSED_EXPERTS,
     LLAMA_FIELDS,
     NUM_EXPERTS,
     Family,
@@ -124,6 +125,13 @@ QWEN2_MOE = Family(
 )
 
 
+def _read_qwen3_moe(values: HFConfig) -> dict[str, Any]:
+    """That of Qwen3-VL always normalizes the scores."""
+    is_vl = values.get("model_type") == "qwen3_vl_moe_text"
+    scores = {"norm_topk_prob": True} if is_vl else {}
+    return {"sliding_window": _window(values), **_read_dense_layers(values), **scores}
+
+
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -137,10 +145,11 @@ QWEN3_MOE = Family(
         "norm_topk_prob": False,
     },
     fixed_values=QWEN3.fixed_values,
-    read_extra=lambda values: {"sliding_window": _window(values), **_read_dense_layers(values)},
+    read_extra=_read_qwen3_moe,
     write_extra=lambda c: {**_write_dense_layers(c), "use_sliding_window": c.sliding_window is not None},
     find_unsupported=_unsupported_experts,
     layer_modules=EXPERTS,
+    other_layer_tensors={f"mlp.experts.{name}": tensors for name, tensors in FUSED_EXPERTS.items()},  # Qwen3-VL
 )
 
 

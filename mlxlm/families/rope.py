@@ -25,12 +25,14 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     "phi3": {_ORIGINAL_LENGTH: 4096},
     **dict.fromkeys(("cohere2", "exaone_moe", "falcon_h1", "glm4_moe_lite", "minicpm3"), {_THETA: 1e4}),
     **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
-    **dict.fromkeys(("bitnet", "cohere", "llama4_text"), {_THETA: 5e5}),
+    **dict.fromkeys(("bitnet", "cohere", "ernie4_5", "exaone", "llama4_text"), {_THETA: 5e5}),
     **dict.fromkeys(("glm", "glm4_moe", "phi"), {_PARTIAL: 0.5}),
     "qwen3_next": {_PARTIAL: 0.25},
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),
     **dict.fromkeys(("lfm2", "lfm2_moe", "mixtral", "phimoe"), {_THETA: 1e6}),
     "smollm3": {_THETA: 2e6},
+    "helium": {_THETA: 1e5},
+    "minimax_m2": {_THETA: 5e6},
     "gpt_oss": {_THETA: 1.5e5},
 }
 _DEFAULT_SCALINGS: dict[Any, dict[str, Any]] = {

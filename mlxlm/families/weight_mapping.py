@@ -36,6 +36,8 @@ class WeightMapping:
         head_vectors: With N heads, the decoder's vector is a matrix of N rows in the file, or with `experts` N vectors.
             0: neither.
         stacked: The first axis is that of the experts, the second one that of the rows.
+        is_read_only: Files that are written have another mapping of these modules. Of a stack, `[E, out, in]` is read,
+            too, as transformers 5 saves Qwen3-VL.
     """
 
     name: str
@@ -51,6 +53,7 @@ class WeightMapping:
     offset: float = 0.0
     head_vectors: int = 0
     stacked: bool = False
+    is_read_only: bool = False
 
     @property
     def row_axis(self) -> int:
@@ -119,14 +122,18 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
-    for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
+    layer_tensors = {} if for_mlx else {**family.layer_tensors, **family.other_layer_tensors}
+    for i, (name, fused) in product(range(config.num_hidden_layers), layer_tensors.items()):
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
         if tensors[0].rpartition(".")[0] not in matrices:  # of another kind of layer
             continue
         rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
         groups = getattr(config, family.interleaved[name]) if name in family.interleaved else 1
         full_name = f"{family.prefix}{family.layers}.{i}.{name}"
-        mappings.append(WeightMapping(full_name, tensors, rows, groups, transposed=True, stacked=True))
+        is_read_only = name in family.other_layer_tensors
+        mappings.append(
+            WeightMapping(full_name, tensors, rows, groups, transposed=True, stacked=True, is_read_only=is_read_only)
+        )
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
         mappings += kv_b_mappings(config)
     return mappings
@@ -172,7 +179,8 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
 def is_mlx_layout(config: ModelConfig, names: Iterable[str]) -> bool:
     """Whether tensor names are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`."""
     own_names = bool(family_of(config).mlx_lm_prefixes)
-    return any(".switch_mlp." in name or (own_names and name.startswith("model.")) for name in names)
+    stacks = re.compile(r"\.(switch_mlp|experts)\.(gate|up|down)_proj\.")
+    return any(stacks.search(name) or (own_names and name.startswith("model.")) for name in names)
 
 
 def decoder_modules(family: Family, name: str) -> tuple[str, ...]:

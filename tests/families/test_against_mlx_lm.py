@@ -45,7 +45,7 @@ QUERY_SCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_be
 QUERY_SCALE["original_max_position_embeddings"] = 10
 OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
-    "gemma3_text", "phi",
+    "gemma3_text", "phi", "ernie4_5", "helium", "exaone",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
 MIXTURES = {
@@ -63,6 +63,8 @@ MIXTURES = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4, "rotary_dim": 8, "tie_word_embeddings": False},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
 LATENT = {
@@ -179,7 +181,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    own_names = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *MIXTURES)
+    own_names = ("gpt2", "gpt_neox", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *MIXTURES)
     assert is_mlx_layout(again, stored) == (config.model_type in own_names)
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(

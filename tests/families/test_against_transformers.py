@@ -287,6 +287,32 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "ernie4_5": ("ernie4_5", {**LLAMA, "head_dim": 12, "use_bias": True}),
+    "helium": ("helium", {**LLAMA, "head_dim": 8}),
+    "exaone": ("exaone", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "dots1": (
+        "dots1",
+        {
+            **WINDOWS,
+            **GLM_EXPERTS,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "max_window_layers": 2,
+            "routed_scaling_factor": 1.7,
+            "norm_topk_prob": True,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            **LLAMA,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (
         "gpt_oss",
@@ -391,8 +417,9 @@ SIZES = {
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
-SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "phi"), SIZES["stablelm"])
+SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "helium", "phi"), SIZES["stablelm"])
 SIZES |= dict.fromkeys(("deepseek_v3", "qwen3_next"), {**SIZES["stablelm"], "num_hidden_layers": 4})
+SIZES["dots1"] = {**SIZES["stablelm"], "n_routed_experts": 4, "num_experts_per_tok": 2}
 SIZES["deepseek_v2"] = {**SIZES["stablelm"], "num_experts_per_tok": 2}
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
@@ -555,14 +582,14 @@ def test_language_models_of_mistral3_and_llama4(tmp_path, model_type, case, visi
     np.testing.assert_allclose(found, wanted, atol=1e-4 * max(1, wanted.std()))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_language_models_of_qwen_vl(tmp_path, model_type):
     rope = {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 1, 2]}
-    text = {**LLAMA, "head_dim": 8, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    text = {**LLAMA, **EXPERTS, "head_dim": 8, "vocab_size": VOCABULARY, "rope_parameters": rope}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "deepstack_visual_indexes": []}
     oracle = transformers_oracle.make_oracle(model_type, {"text_config": text, "vision_config": vision}, VOCABULARY)
     oracle.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config.model_type == model_type[:5]
+    assert checkpoint.config.model_type == model_type[:5] + "_moe" * model_type.endswith("moe")
     found = np.array(load_checkpoint(checkpoint)[0](mx.array(TOKENS)))
     np.testing.assert_allclose(found, logits_of(oracle, TOKENS), atol=1e-4)

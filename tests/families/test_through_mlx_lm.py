@@ -58,11 +58,9 @@ CASES = {
     "phimoe": {**BASE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
     "minicpm3": {**BASE, **LATENT, "tie_word_embeddings": False},
     "exaone_moe": {**WINDOWS, **EXPERTS},
-    "ernie4_5": {**BASE, "head_dim": 8},
     "nemotron": HALF,
     "mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
     "mamba2": {**SMALL, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "helium": {**BASE, "head_dim": 8},
     "apertus": BASE,
     "hunyuan_v1_dense": {**BASE, "head_dim": 8},
     "granitemoe": {**BASE, **EXPERTS},
@@ -71,7 +69,6 @@ CASES = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-    "minimax_m2": {**HALF, **EXPERTS, "head_dim": 16},
     "falcon_mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
     "gemma3n_text": {
         **{name: value for name, value in WINDOWS.items() if name != "rope_parameters"}, "num_hidden_layers": 10,
@@ -88,7 +85,6 @@ CASES = {
         **BASE, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     },
-    "exaone": BASE,
     "solar_open": {**BASE, **ROUTED, "head_dim": 8, "first_k_dense_replace": 0},
     "qwen3_5_moe_text": {
         **HALF, **EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4,
@@ -131,7 +127,7 @@ def test_logits_are_those_of_transformers(model_type, tmp_path):
 
 OTHERS = {
     "what mlx_lm ignores": ("exaone_moe", {"rope_parameters": YARN}),
-    "growing": ("ernie4_5", {"max_position_embeddings": 20, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
+    "growing": ("granitemoe", {"max_position_embeddings": 20, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "HunYuan's": ("hunyuan_v1_dense", {"rope_parameters": {**YARN, "rope_type": "dynamic", "alpha": 50.0}}),
     "one form of longrope": ("granitemoe", {"rope_parameters": {**LONGROPE, "long_factor": LONGROPE["short_factor"]}}),
 }  # fmt: skip

@@ -228,21 +228,11 @@ def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _minimax_m2(values: Mapping[str, Any]) -> dict[str, Any]:
-    factor = values.get("partial_rotary_factor", 1)
-    return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * factor), **values}
-
-
 # Further fields that mlx_lm's model of a model_type reads, derived from Hugging Face's.
 _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "apertus": lambda values: {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "cohere2": _pattern,
     "deepseek_v2": _identity_scaling,
-    "exaone": lambda values: {
-        "num_layers": values.get("num_hidden_layers"),
-        "layer_norm_epsilon": values.get("rms_norm_eps"),
-        **values,
-    },
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "gemma3_text": _gemma3,
@@ -255,7 +245,6 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "minicpm3": _minicpm3,
     "mimo_v2_flash": _mimo_v2_flash,
     "minimax": _minimax,
-    "minimax_m2": _minimax_m2,
     "nanochat": _nanochat,
     "solar_open": lambda values: {
         "intermediate_size": 0,
