@@ -41,6 +41,19 @@ class ThreadGroup(ProcessGroup):
         return values
 
 
+class MlxGroup:
+    """What mlx_lm asks of MLX's group of the same ranks."""
+
+    def __init__(self, ranks: ThreadGroup):
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks.size
+
+    def rank(self) -> int:
+        return self.ranks.rank
+
+
 def thread_groups(size: int) -> list[ThreadGroup]:
     barrier, values = threading.Barrier(size), [None] * size
     return [ThreadGroup(rank, size, barrier, values) for rank in range(size)]

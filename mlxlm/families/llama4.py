@@ -119,6 +119,7 @@ LLAMA4 = Family(
         **{f"feed_forward.experts.{name}": f"mlp.switch_mlp.{name}" for name in _PROJECTIONS},  # mlx_lm
     },
     layer_tensors={f"feed_forward.experts.{name}": tensors for name, tensors in FUSED_EXPERTS.items()},
+    transposed=frozenset(f"feed_forward.experts.{name}" for name in FUSED_EXPERTS),
     rope_interleaved=True,
     mlx_lm_mismatch=_mlx_lm_mismatch,
 )

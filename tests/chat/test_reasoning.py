@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.chat.reasoning import ReasoningParser, open_think_tag, split
+from mlxlm.chat.reasoning import THINK, ReasoningParser, split
 
 
 def streamed(parts):
@@ -64,6 +64,6 @@ def test_what_is_decided_is_not_held_back():
 
 
 def test_the_tag_that_a_template_opens():
-    assert open_think_tag("<|assistant|>\n<think>\n") == "<think>\n"
-    assert open_think_tag("<|assistant|>\n<think>\n\n</think>\n\n") == ""
-    assert open_think_tag("<|assistant|>\n") == ""
+    assert THINK.open_tag("<|assistant|>\n<think>\n") == "<think>\n"
+    assert THINK.open_tag("<|assistant|>\n<think>\n\n</think>\n\n") == ""
+    assert THINK.open_tag("<|assistant|>\n") == ""

@@ -48,7 +48,6 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1},
     "glm_moe_dsa": {"mlp_bias": False},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    "granitemoehybrid": {"mamba_n_groups": 1},
     "jamba": {"num_experts": 1},
     "mamba": {"layer_norm_epsilon": 1e-5},
     "mamba2": {"layer_norm_epsilon": 1e-5, "n_groups": 1},
@@ -87,7 +86,7 @@ def to_mlx_lm_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
     """Whether this is a language model that mlx_lm only implements as a part of a multimodal model."""
-    return values.get("model_type") in ("gemma3n_text", "qwen3_5_text", "qwen3_5_moe_text")
+    return bool(values.get("model_type") == "gemma3n_text")
 
 
 def _number(value: Any) -> Any:
@@ -215,13 +214,6 @@ def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
     return _identity_scaling(values)
 
 
-def _granite_hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"linear_attention": "mamba", FULL: "attention"}
-    types = [names.get(layer_type, layer_type) for layer_type in values.get("layer_types") or ()]
-    uses_rope = values.get("position_embedding_type") == "rope"
-    return {"layer_types": types, "position_embedding_type": "rope" if uses_rope else "nope"}
-
-
 def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
     if "linear_attn_alpha_factor" in values:  # files of MiniMax M2 can have the same model_type
         raise CheckpointError("mlx_lm's minimax is MiniMax M2, without the linear attention of this model")
@@ -239,7 +231,6 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma4_unified_text": lambda values: {"hidden_size_per_layer_input": 0, **values},
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
-    "granitemoehybrid": _granite_hybrid,
     "longcat_flash": _longcat_flash,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},
     "minicpm3": _minicpm3,
