@@ -57,7 +57,7 @@ EFFORTS = ("none", "low", "medium", "high")
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
     """Return the variables of chat templates for a reasoning effort, None for the model's default."""
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})} if effort else {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
 
 
 def reasoning_tags(template: str) -> ReasoningTags | None:

@@ -72,8 +72,8 @@ class Chat:
         tools: Functions with type hints, or `CallableTool`, that the model can call, in up to ten rounds per answer.
             The chunks of the answer have the calls and their results. `max_tokens` limits each text between calls.
         allow_call: Called before each call; if it returns False, the result is an error that says so.
-        reasoning_effort: "none", "low", "medium" or "high", for chat templates that know it. "none" also sets their
-            variable `enable_thinking` to False.
+        reasoning_effort: "none", "low", "medium" or "high", for chat templates that know it. Their variable
+            `enable_thinking` is False with "none", else True.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
         logits_processors: See `mlxlm.stream`.

@@ -204,11 +204,14 @@ def mamba2(c: Config) -> Sublayer:
     """Mamba 2."""
     hidden, heads, taps, bias = c.hidden_size, c.mamba_n_heads, c.mamba_d_conv, c.mamba_proj_bias
     inner, state = heads * c.mamba_d_head, heads * c.mamba_d_head * c.mamba_d_state
-    mixed = inner + 2 * c.mamba_n_groups * c.mamba_d_state
+    keys = c.mamba_n_groups * c.mamba_d_state
+    convolved = inner, keys, keys
+    projected, mixed = (inner, *convolved, heads), sum(convolved)
     return Sublayer(
         matrices=(
-            Matrix("mamba.in_proj", "projections", hidden, inner + mixed + heads, bias),
-            Matrix("mamba.conv1d", "convolution", taps, mixed, c.mamba_conv_bias),  # of each channel by itself
+            Matrix("mamba.in_proj", "projections", hidden, sum(projected), bias, blocks=projected),
+            # Of each channel by itself.
+            Matrix("mamba.conv1d", "convolution", taps, mixed, c.mamba_conv_bias, blocks=convolved),
             Matrix("mamba.out_proj", "output", inner, hidden, bias),
         ),
         activations=4 * mixed + 7 * inner,

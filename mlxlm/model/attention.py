@@ -61,7 +61,7 @@ class Attention(nn.Module):
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
 
-    def split(self, process_group: ProcessGroup) -> None:
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
         """Have the part of the heads that this process has: each head keeps its ALiBi slope."""
         self._process_group, rank = process_group, process_group.rank
         if self._slopes is not None:

@@ -11,7 +11,6 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
-from mlxlm.model.attention import Attention
 from mlxlm.model.block import Block, Dropout, checkpointed_layer
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
@@ -193,17 +192,17 @@ class Decoder(nn.Module):
         """
         return self.head(self.model(tokens, cache, segment_ids=segment_ids))
 
-    def split(self, process_group: ProcessGroup) -> None:
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
         """Add up the sublayers' outputs over processes, each of which has a part of the heads and of the feed-forward.
 
-        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`. The logits are
-        those of the whole model, on all ranks.
+        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`; `whole` is the
+        configuration of all parts. The logits are those of the whole model, on all ranks.
         """
         self.process_group = process_group
         for layer in self.layers:
             layer.process_group = process_group
-            if isinstance(layer.mixer, Attention):
-                layer.mixer.split(process_group)
+            if hasattr(layer.mixer, "split"):
+                layer.mixer.split(process_group, whole)
 
     def fuse(self) -> None:
         """Fuse the projections of each layer that have the same input, for `decode`.

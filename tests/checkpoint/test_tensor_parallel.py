@@ -44,6 +44,11 @@ KINDS = {
         "layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 8, "linear_num_key_heads": 4,
         "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     },
+    "Mamba 2": {"layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12},
+    "Mamba 2 with groups": {
+        "layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12,
+        "mamba_n_groups": 4, "mamba_proj_bias": True,
+    },
 }  # fmt: skip
 TOKENS = mx.array([[5, 17, 3, 42, 8, 60, 2, 11, 29, 33, 7, 1], [9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
 
@@ -126,18 +131,8 @@ def test_biases_of_sums_are_added_once():
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}, 4, r"heads 6, .*\(try: 2\)"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, 2, "num_key_value_heads 3"),
         ({**EXPERTS, "moe_intermediate_size": 33}, 2, r"moe_intermediate_size 33 equally \(try: one machine\)"),
+        ({**KINDS["Mamba 2 with groups"], "mamba_n_groups": 2}, 4, r"mamba_n_groups 2 equally \(try: 2\)"),
         ({"layer_types": ("conv", "full_attention"), "hidden_size": 72, "head_dim": 16}, 16, "conv_dim 72"),
-        (
-            {
-                "layer_types": ("mamba", "full_attention"),
-                "mamba_n_heads": 4,
-                "mamba_n_groups": 2,
-                "mamba_d_head": 8,
-                "mamba_d_state": 12,
-            },
-            2,
-            "can't be split",
-        ),
     ],
 )
 def test_what_processes_cannot_share(fields, size, expected):
