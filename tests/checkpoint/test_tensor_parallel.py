@@ -35,6 +35,8 @@ KINDS = {
     "sinks and gates": {**EXPERTS, "attention_sinks": True, "attn_output_gate": True, "mlp_bias": True,
                         "router_bias": True, "swiglu_limit": 7.0},
     "norms over all heads": {"qk_norm": "projection"},
+    "norms of each head": {"qk_norm": "layer_per_head"},
+    "scaled inputs of experts": {**EXPERTS, "router": "input_sigmoid", "shared_expert_intermediate_size": 32},
     "latent attention": {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_key_value_heads": 4, "attention_bias": True, **EXPERTS, "router": "sigmoid",
