@@ -43,7 +43,7 @@ def _read(values: HFConfig) -> dict[str, Any]:
     mixers = [kind for kind in blocks if kind in (_MAMBA, FULL)]
     mlps = [
         after if after in (DENSE, SPARSE) else NO_MLP
-        for kind, after in zip(blocks, [*blocks[1:], ""], strict=True)
+        for kind, after in zip(blocks, [*blocks[1:], ""], strict=False)
         if kind in (_MAMBA, FULL)
     ]
     result: dict[str, Any] = {
@@ -61,14 +61,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     """mlx_lm requires all of these; transformers ignores the number of layers."""
     letters = ""
     for layer in range(config.num_hidden_layers):
-        letters += _LETTERS[FULL if config.layer_types is None else config.layer_types[layer]]
+        letters += _LETTERS.get(FULL if config.layer_types is None else config.layer_types[layer], "?")
         letters += {"none": "", "mlp": "-", "experts": "E"}[config.mlp(layer)]
     limit = write_time_step_limit(config)
     return {
         **({} if config.num_experts else _EXPERTS),  # transformers has no null for them
         "num_hidden_layers": len(letters),
         "hybrid_override_pattern": letters,
-        "layers_block_type": [_NAMES[letter] for letter in letters],
+        "layers_block_type": [_NAMES.get(letter, letter) for letter in letters],
         "mamba_proj_bias": config.mamba_proj_bias,
         "attention_bias": False,
         "n_shared_experts": 1,
