@@ -7,15 +7,28 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import MODEL, SectionedCommand, adapter_option, json_option, offline_option, renamed
+from mlxlm.cli.options import (
+    EXISTING_PATH,
+    MODEL,
+    SectionedCommand,
+    adapter_option,
+    json_option,
+    offline_option,
+    renamed,
+)
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 
-_QUANTIZED = ("q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
+_QUANTIZED = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "mxfp4", "q3_k_m", "q2_k")
+_WITH_IMPORTANCE = tuple(name for name in _QUANTIZED if name not in ("q8_0", "mxfp4"))
 # The types of GGUF files.
 _OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", **{name: name.upper() for name in _QUANTIZED}}
 _DTYPE = "Dtype of the weights; in a .gguf file that of the matrices, which can also be quantized.  [default: SOURCE's]"
 _OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --outtype
+_CALIBRATION_TEXT = (
+    "Text to measure importance weights on, as for llama.cpp's importance matrix; ideally like what the model will "
+    "read. For quantized .gguf files."
+)
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
@@ -25,6 +38,7 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
 @click.option("--dtype", type=click.Choice(list(_OUTTYPES), case_sensitive=False), help=_DTYPE)
 @click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
+@click.option("--calibration-text", type=EXISTING_PATH, metavar="PATH", help=_CALIBRATION_TEXT)
 @adapter_option()
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
 @click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
@@ -35,6 +49,7 @@ def convert(
     *,
     dtype: str | None,
     outtype: str | None,
+    calibration_text: Path | None,
     adapter: Path | None,
     no_verify: bool,
     cross_check: bool,
@@ -57,13 +72,22 @@ def convert(
     is_gguf = out.lower().endswith(".gguf")
     if dtype in _QUANTIZED and not is_gguf:
         raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
+    if calibration_text is not None and dtype not in _WITH_IMPORTANCE:
+        choices = ", ".join(_WITH_IMPORTANCE)
+        raise click.UsageError(f"--calibration-text has an effect only for --dtype {choices}")
     with render.phases_progress() as progress:
+        importance = None
+        if calibration_text is not None:
+            from mlxlm.quantize import importance_weights
+
+            importance = importance_weights(source, calibration_text, adapter=adapter, progress=progress)
         report = run_convert(
             source,
             out,
             dtype=None if is_gguf else dtype,
             outtype=_OUTTYPES.get(dtype or "") if is_gguf else None,
             adapter=adapter,
+            importance=importance,
             verify_output=not no_verify,
             cross_check=cross_check,
             progress=progress,

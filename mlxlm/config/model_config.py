@@ -71,6 +71,7 @@ class ModelConfig:
             convolutions instead of attention (LFM2), "linear_attention" for the gated delta rule (Qwen3-Next),
             "mamba" for Mamba 2 (Granite 4). None: all layers have the window, if there is one.
         conv_L_cache: Taps of a short convolution.
+        conv_dim: Its channels. None: hidden_size.
         conv_bias: Biases of short convolutions and their projections.
         linear_num_value_heads: Heads of the gated delta rule.
         linear_num_key_heads: Its number of query and key heads, each for as many value heads.
@@ -155,6 +156,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     conv_L_cache: int = 3
+    conv_dim: int | None = None
     conv_bias: bool = False
     linear_num_value_heads: int | None = None
     linear_num_key_heads: int | None = None

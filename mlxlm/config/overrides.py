@@ -236,7 +236,7 @@ def _parse_layer_types(text: str, values: Values) -> Changes:
     """alternating: the first of each two layers has the window, as in Gemma 2. conv:n: each n-th has attention."""
     kind, _, interval = text.partition(":")
     if kind in RECURRENT and interval.isdecimal() and len(interval) < 6 and (n := int(interval)) > 0:
-        sizes = _mamba_sizes(values) if kind == "mamba" else {}
+        sizes = {name: size for name, size in _recurrent_sizes(kind, values).items() if values[name] is None}
         return sizes | {"layer_types": tuple(kind if (i + 1) % n else FULL for i in range(values["num_hidden_layers"]))}
     if text in ("none", "all"):
         return {"layer_types": None}
@@ -245,12 +245,23 @@ def _parse_layer_types(text: str, values: Values) -> Changes:
     return {"layer_types": _parse_json("layer_types", text, list, "all, alternating, conv:3, or a JSON list")}
 
 
-def _mamba_sizes(values: Values) -> Changes:
-    """The sizes of Mamba 2 that aren't set, as in its paper: twice the width, heads of 64, and states of 128."""
-    inner = 2 * values["hidden_size"]
-    size = values["mamba_d_head"] or math.gcd(inner, 64)
-    sizes = {"mamba_d_head": size, "mamba_n_heads": inner // size, "mamba_d_state": 128}
-    return {name: n for name, n in sizes.items() if values[name] is None}
+def _recurrent_sizes(kind: str, values: Values) -> Changes:
+    """The sizes of recurrent layers, if they aren't set.
+
+    Mamba 2 as in its paper: twice the width, heads of 64, and states of 128. The gated delta rule: those of attention.
+    """
+    if kind == "mamba":
+        inner = 2 * values["hidden_size"]
+        size = values["mamba_d_head"] or math.gcd(inner, 64)
+        return {"mamba_d_head": size, "mamba_n_heads": inner // size, "mamba_d_state": 128}
+    if kind == "linear_attention":
+        size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+        heads = values["linear_num_value_heads"] or values["num_attention_heads"]
+        return {
+            "linear_num_value_heads": heads, "linear_num_key_heads": heads, "linear_key_head_dim": size,
+            "linear_value_head_dim": size,
+        }  # fmt: skip
+    return {}
 
 
 def _parse_experts(text: str, values: Values) -> Changes:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, llama2c
 from mlxlm.checkpoint.checkpoint import Checkpoint
@@ -42,10 +44,15 @@ OUTTYPES = gguf.OUTTYPES
 _MAX_FLOAT16 = 65504
 _OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Why a matrix of a GGUF file is of another type than the outtype, also for K-quants.
-_OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
+_OTHER_TYPE_REASONS = {
+    "Q8_0": "its errors are errors of the logits",
+    "Q4_1": "as in llama.cpp",
+    "F16": "its rows are not a multiple of 32",
+    "MXFP4": "as in the source",
+}
 _OTHER_K_REASONS = {
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0"), "its rows are not a multiple of 256"),
-    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), "as in llama.cpp"),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q5_1", "Q8_0"), "its rows are not a multiple of 256"),
+    **dict.fromkeys(("Q3_K", "Q4_K", "Q5_K", "Q6_K"), "as in llama.cpp"),
     "F16": "its rows are not a multiple of 32",
 }
 
@@ -102,11 +109,28 @@ def _quantized_types(tensors: LazyTensors) -> dict[str, str]:
 
 
 def _write_gguf(
-    source: WritableCheckpoint, tensors: LazyTensors, path: Path, out: Path, type: str | None
+    source: WritableCheckpoint,
+    tensors: LazyTensors,
+    path: Path,
+    out: Path,
+    type: str | None,
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> gguf.WriteResult:
-    """Write a file for llama.cpp."""
-    config = _decoder_config(source)
-    return gguf.write(path, config, tensors, source.load_tokenizer(), type or _OUTTYPE_OF[_main_dtype(source)])
+    """Write a file for llama.cpp. Experts in MXFP4 stay so, unless another type is requested."""
+    config, outtype = _decoder_config(source), type or _OUTTYPE_OF[_main_dtype(source)]
+    mxfp4 = _mxfp4_experts(source) if type in (None, "MXFP4") else {}
+    return gguf.write(path, config, tensors, source.load_tokenizer(), outtype, importance, mxfp4)
+
+
+def _mxfp4_experts(source: WritableCheckpoint) -> dict[str, tuple[LazyTensor, LazyTensor]]:
+    """The packed weights and the scales of experts in MXFP4, by module."""
+    packed = source.packed or source if isinstance(source, Checkpoint) else source
+    quantization, tensors = packed.quantization or {}, packed.tensors
+    modules = [name.removesuffix(".scales") for name, t in tensors.items() if name.endswith(".scales")]
+    stacks = [module for module in modules if len(tensors[f"{module}.weight"].shape) == 3]
+    formats = {module: module_quantization(quantization, module) for module in stacks}
+    kept = [module for module, format in formats.items() if format and format["mode"] == "mxfp4"]
+    return {module: (tensors[f"{module}.weight"], tensors[f"{module}.scales"]) for module in kept}
 
 
 def _write_llama2c(
@@ -235,6 +259,7 @@ def convert(
     dtype: str | None = None,
     outtype: str | None = None,
     adapter: Path | str | None = None,
+    importance: Mapping[str, np.ndarray] | None = None,
     verify_output: bool = True,
     cross_check: bool = False,
     progress: Progress = lambda phase, done, total: None,
@@ -252,6 +277,8 @@ def convert(
             and `quantized_formats`). Those that MLX has no format for get the 16-bit dtype of most other values.
         outtype: Type of a GGUF file's matrices, one of `OUTTYPES`. By default the type of most of the source's weights.
         adapter: Folder or hub id of an adapter that is merged into the weights.
+        importance: Importance weights of the columns of matrices, for an `outtype` of at most 6 bits: what
+            `mlxlm.quantize.importance_weights` returns for the same source.
         verify_output: Read the output again and compare it with the source, see `verify`.
         cross_check: Also run the output with the other programs that read its format (transformers and mlx_lm, or
             llama.cpp), which must predict the same tokens. Takes seconds to start each; a program that isn't installed
@@ -272,6 +299,9 @@ def convert(
             raise ConfigError(f"unknown {name} {value!r}", f"one of {', '.join(choices)}")
         if value is not None and name in format.ignored:
             raise ArgumentError(f"`{name}` would have no effect: {format.ignored[name]}")
+    if importance and outtype not in gguf.IMPORTANCE_OUTTYPES:
+        hint = f"`outtype` {', '.join(gguf.IMPORTANCE_OUTTYPES)}"
+        raise ArgumentError(f"`importance` would have no effect on {outtype or 'unquantized weights'}", hint)
     if cross_check and not verify_output:
         raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
@@ -283,17 +313,21 @@ def convert(
     tensors = with_read_progress(packed.tensors if packed else unpacked, partial(progress, "writing"))
     with atomic_new_folder(out) if is_folder else atomic_new_files(out) as folder:
         path = folder if is_folder else folder / out.name
-        files = format.write(packed or source_checkpoint, tensors, path, out, dtype or outtype)
+        write = partial(_write_gguf, importance=importance) if importance else format.write
+        files = write(packed or source_checkpoint, tensors, path, out, dtype or outtype)
         written = open_module_checkpoint(path)
         checks = []
         if verify_output:
             backends = [name for name in format.backends if cross_check and not (packed and name == "transformers")]
             if isinstance(written, ModuleCheckpoint):  # whose tensors are those of mlx_lm's modules
                 backends = [name for name in backends if name == "mlx_lm"]
-            checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
+            arguments = (str(out), backends, progress, files.tokens_may_differ, bool(importance))
+            checks = verify(source_checkpoint, written, *arguments)
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
     reasons = _OTHER_K_REASONS if "_K" in (files.outtype or "") else _OTHER_TYPE_REASONS
+    if files.outtype == "MXFP4":
+        reasons = {**reasons, "Q8_0": "only experts have 4 bits, as in llama.cpp"}
     notes = [f"kept in {kind}: {names} ({reasons[kind]})" for kind, names in other_types.items()]
     return ConversionReport(
         source=str(source),

@@ -12,6 +12,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf.affine import EXACT_BITS, GROUP_SIZE
+from mlxlm.checkpoint.gguf.k_quants import USE_IMPORTANCE
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, bitwise_equal
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
@@ -26,23 +27,30 @@ _AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
 # quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
 MAX_KL = {
-    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_K": 1.0, "Q5_0": 0.5, "Q5_1": 0.5,
-    "Q5_K": 0.5, "Q6_K": 0.2, _AFFINE: 0.05,
+    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_1": 1.0, "MXFP4": 1.0, "Q2_K": 10.0,
+    "Q3_K": 3.0, "Q4_K": 1.0, "Q5_0": 0.5, "Q5_1": 0.5, "Q5_K": 0.5, "Q6_K": 0.2, _AFFINE: 0.05,
 }  # fmt: skip
 
 # llama.cpp's types: weights of a block; the largest error of a weight as a share of its block's largest one; and that
 # error for scales below float16's normal range, in units of 2^-25. The share is half a step of 1/127, or a whole one of
 # 1/8 or 1/16 at the end of the range; 2^-11 is the scale's rounding. For K-quants it is twice the sum of half a step
-# and the rounding of a group's scale and minimum.
+# and the rounding of a group's scale and minimum (or a whole step for Q3_K, of 1/4 at the end of the range).
 _ROUNDING = {
     "Q8_0": (32, 0.5 / 127 + 2**-11, 128),
     "Q4_0": (32, 1 / 8 + 2**-11, 8),
+    "Q4_1": (32, 2 / 15 + 2**-10, 16),
+    "MXFP4": (32, 1 / 4, 0),
     "Q5_0": (32, 1 / 16 + 2**-11, 16),
     "Q5_1": (32, 1 / 31 + 2**-10, 32),
+    "Q2_K": (256, 4 * (0.5 / 3 + 1 / 15), 15 * 4),
+    "Q3_K": (256, 2 * (1 / 4 + 0.5 / 32), 32 * 4),
     "Q4_K": (256, 4 * (0.5 / 15 + 1 / 63), 63 * 16),
     "Q5_K": (256, 4 * (0.5 / 31 + 1 / 63), 63 * 32),
     "Q6_K": (256, 2 * (0.5 / 32 + 0.5 / 128), 128 * 32),
 }
+# The largest squared relative error of a tensor: importance weights can make that of single weights large. That of a
+# tensor with its rows in another order is about 2.
+_MAX_SQUARED_ERROR = 0.5
 _NORMS_PLUS_ONE = "norms plus one in F32"  # llama.cpp's convention for Gemma
 
 Progress = Callable[[str, int, int], None]
@@ -55,6 +63,7 @@ def verify(
     backends: Sequence[str] = (),
     progress: Progress = lambda phase, done, total: None,
     tokens_may_differ: bool = False,
+    has_importance: bool = False,
 ) -> list[Check]:
     """Compare an output with its source, and with what other programs compute from it.
 
@@ -69,11 +78,12 @@ def verify(
         backends: Other programs to run it with, names in `cross_check.REQUIRED_PACKAGES`.
         progress: Called as `progress(phase, done, total)`.
         tokens_may_differ: Whether the writer has warned that other programs tokenize some texts differently.
+        has_importance: Whether weights were rounded with importance weights.
 
     Raises:
         CheckpointError: The first tensor, field or layer that differs by more.
     """
-    rounded = _check_tensors(source, written, label, progress)
+    rounded = _check_tensors(source, written, label, progress, has_importance)
     wide, written_wide = to_float32(source), to_float32(written)
     exact = not rounded
     checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
@@ -119,7 +129,7 @@ def comparison_tokens(checkpoint: WritableCheckpoint) -> list[int]:
 
 
 def _check_tensors(
-    source: WritableCheckpoint, written: WritableCheckpoint, label: str, on_progress: Progress
+    source: WritableCheckpoint, written: WritableCheckpoint, label: str, on_progress: Progress, has_importance: bool
 ) -> set[str]:
     """The types that weights were rounded to, empty if all are equal; CheckpointError for any other change."""
     before, after = dequantized_tensors(source), dequantized_tensors(written)
@@ -134,7 +144,7 @@ def _check_tensors(
     for done, (name, tensor) in enumerate(before.items(), start=1):
         if (shape := after[name].shape) != tensor.shape:
             raise CheckpointError(f"{label}: {name} is {list(shape)} and was {list(tensor.shape)} in {source.path}")
-        result = _changed(tensor, after[name])
+        result = _changed(tensor, after[name], has_importance)
         if result is None:
             raise CheckpointError(f"{label}: {name} differs from {source.path}")
         if result:
@@ -149,7 +159,7 @@ def _rounding(rounded: set[str]) -> str:
     return "; ".join([*parts, _NORMS_PLUS_ONE] if _NORMS_PLUS_ONE in rounded else parts) or "to the bit"
 
 
-def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
+def _changed(source: LazyTensor, written: LazyTensor, has_importance: bool) -> str | None:
     """The type that values were rounded to, or `_NORMS_PLUS_ONE`; "" if none changed, None for any other change."""
     a, b = source.read(), written.read()
     if a.dtype == b.dtype and bitwise_equal(a, b):
@@ -157,6 +167,9 @@ def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
     x, y = a.astype(mx.float32), b.astype(mx.float32)
     if mx.array_equal(x, y).item():
         return ""
+    if has_importance and written.stored_dtype in USE_IMPORTANCE:
+        near = mx.square(y - x).sum() <= _MAX_SQUARED_ERROR * mx.square(x).sum()
+        return written.stored_dtype if near.item() else None
     if written.stored_dtype in _ROUNDING:
         size, share, subnormal = _ROUNDING[written.stored_dtype]
         blocks, error = mx.abs(x).reshape(-1, size), mx.abs(y - x).reshape(-1, size)

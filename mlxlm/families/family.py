@@ -26,6 +26,8 @@ class Family:
         read_extra: Fields that `fields` can't express: Hugging Face's values -> ModelConfig's.
         write_extra: The inverse of `read_extra`.
         find_unsupported: Names a feature of a `config.json` that the decoder doesn't implement, or returns None.
+        multimodal_type: The `model_type` of models with images whose language model this is. It is saved as one of
+            those, since mlx_lm has no model of `model_type`. "": it is saved by itself.
         prefix: Prefix of all tensor names except the head's.
         other_prefixes: Prefixes that some files have instead.
         layers: Name of the list of layers, after `prefix`.
@@ -35,15 +37,16 @@ class Family:
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
-            are stacks of all experts, `[E, in, out]`, in which the outputs of several modules alternate.
+            are stacks of all experts, `[E, out, in]`, or `[E, in, out]` if `transposed`.
         mlp_layer_modules: If set, feed-forwards are layers of their own in the file, after that of the mixer, and these
             are the entries of `layer_modules` for them.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration; those of mlx_lm, if the second
             argument is true.
-        interleaved: Fused modules of a layer whose parts are interleaved -> the field with the number of groups.
+        interleaved: Fused modules or tensors of a layer whose parts are interleaved -> the field with the number of
+            groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
-        transposed: Modules of a layer whose weight is `[in, out]`.
+        transposed: Modules or tensors of a layer whose weight is `[in, out]`.
         fused_kv_b: Programs whose files have the `kv_b_proj` of latent attention instead of its two parts:
             "transformers", "mlx_lm".
         has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
@@ -64,6 +67,7 @@ class Family:
     read_extra: Callable[[HFConfig], Mapping[str, Any]] = lambda values: {}
     write_extra: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
     find_unsupported: Callable[[HFConfig], str | None] = lambda values: None
+    multimodal_type: str = ""
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ("",)
     layers: str = "layers"

@@ -80,9 +80,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 def _unsupported(values: HFConfig) -> str | None:
     if _blocks(values) is None:
         return "such layers: each feed-forward must follow Mamba 2 or attention"
-    return first_unexpected(
-        values, attention_bias=False, mamba_hidden_act="silu", moe_latent_size=None, sliding_window=None
-    )
+    return first_unexpected(values, attention_bias=False, mamba_hidden_act="silu", moe_latent_size=None)
 
 
 def _mlx_lm_mismatch(config: ModelConfig) -> str | None:

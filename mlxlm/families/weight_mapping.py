@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -113,7 +113,8 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
         rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
         full_name = f"{family.prefix}{family.layers}.{i}.{name}"
-        mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
+        groups = getattr(config, family.interleaved[name]) if name in family.interleaved else 1
+        mappings.append(WeightMapping(full_name, tensors, rows, groups, name in family.transposed, stacked=True))
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
         mappings += kv_b_mappings(config)
     return mappings
@@ -156,10 +157,20 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     return name
 
 
-def is_mlx_layout(config: ModelConfig, names: Iterable[str]) -> bool:
-    """Whether tensor names are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`."""
+def is_mlx_layout(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether tensors are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`.
+
+    Args:
+        config: Configuration of the model.
+        shapes: Shape of each tensor, by its name in the file. A convolution's is `[C, taps, 1]` in MLX.
+    """
     own_names = bool(family_of(config).mlx_lm_prefixes)
-    return any(".switch_mlp." in name or (own_names and name.startswith("model.")) for name in names)
+    return any(
+        ".switch_mlp." in name
+        or (own_names and name.startswith("model."))
+        or (name.endswith(".conv1d.weight") and len(shape) == 3 and shape[1] > shape[2])
+        for name, shape in shapes.items()
+    )
 
 
 def decoder_modules(family: Family, name: str, file_layers: Sequence[tuple[int, Mapping[str, str]]]) -> tuple[str, ...]:

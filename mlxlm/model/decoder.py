@@ -203,16 +203,17 @@ class Decoder(nn.Module):
         """
         return self.head(self.model(tokens, cache, segment_ids=segment_ids))
 
-    def split(self, process_group: ProcessGroup) -> None:
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
         """Add up the sublayers' outputs over processes, each of which has a part of the heads and of the feed-forward.
 
-        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`. The logits are
-        those of the whole model, on all ranks.
+        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`; `whole` is the
+        configuration of all parts. The logits are those of the whole model, on all ranks.
         """
         self.process_group = process_group
         for layer in self.layers:
             layer.process_group = process_group
-            layer.mixer.split(process_group.rank, process_group.size)
+            if hasattr(layer.mixer, "split"):
+                layer.mixer.split(process_group, whole)
 
     def fuse(self) -> None:
         """Fuse the projections of each layer that have the same input, for `decode`.

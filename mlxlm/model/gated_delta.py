@@ -6,6 +6,7 @@ S ← g·S + β·kᵀ(v - k·g·S). The token's output is q·S.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache as cached
 from typing import Any
 
@@ -103,7 +104,7 @@ def gated_delta_rule(
     beta: mx.array,
     state: mx.array | None = None,
     segment_ids: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
     """Apply the gated delta rule to T tokens, chunk by chunk, in float32.
 
     Within a chunk, the corrections of its tokens are the solution of a triangular system (section 3.3 of the paper).
@@ -118,7 +119,8 @@ def gated_delta_rule(
         segment_ids: int `[B, T]`, ascending: the state is zeros before each document.
 
     Returns:
-        The outputs `[B, H, T, D_v]`, and the state after the last token.
+        The outputs `[B, H, T, D_v]`, the state after the last token, and a function that returns it after the first n
+        tokens, 1 to 64.
     """
     B, H, T, K = keys.shape
     queries, keys, values, log_decay, beta = (into_chunks(x, 2) for x in (queries, keys, values, log_decay, beta))
@@ -129,15 +131,22 @@ def gated_delta_rule(
     updates = solve @ (values * beta[..., None])
     corrections = solve @ (weighted * from_start[..., None])
     scores = queries @ keys.swapaxes(-1, -2) * decay
-    queries, keys = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
+    queries, weighted = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
     if state is None:
         state = mx.zeros((B, H, K, values.shape[-1]))
-    outputs = []
+    outputs, changes, first_state = [], [], state
     for n in range(keys.shape[2]):
         new = updates[:, :, n] - corrections[:, :, n] @ state
+        changes.append(new)
         outputs.append(queries[:, :, n] @ state + scores[:, :, n] @ new)
-        state = state * through[:, :, n, :, None] + keys[:, :, n] @ new
-    return mx.concatenate(outputs, axis=2)[:, :, :T], state
+        state = state * through[:, :, n, :, None] + weighted[:, :, n] @ new
+
+    def state_after(n: int) -> mx.array:
+        kept = first_state * from_start[:, :, 0, n - 1, None, None]
+        added = keys[:, :, 0, :n] * decay[:, :, 0, n - 1, :n, None]
+        return kept + added.swapaxes(-1, -2) @ changes[0][:, :, :n]
+
+    return mx.concatenate(outputs, axis=2)[:, :, :T], state, state_after
 
 
 def gated_delta_step(
@@ -158,7 +167,7 @@ class GatedDeltaNet(nn.Module):
         layer: Index of the layer.
 
     Attributes:
-        state_size: Number of arrays in its cache: those of the convolution, and the state of the rule.
+        state_shapes: Of the arrays in its cache, for one row: those of the convolution, and the state of the rule.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -173,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         for name, size in zip("qkvzba", sizes, strict=True):
             self[f"in_proj_{name}"] = Linear(hidden, size, bias=False)
         self.conv1d = CausalConv1d(2 * keys + values, config.linear_conv_kernel_dim)
-        self.state_size = self.conv1d.history + 1
+        self.state_shapes = [*self.conv1d.state_shapes, (self.heads, self.key_dim, self.value_dim)]
         mixed = 2 * keys + values  # what is convolved; z, b and a follow
         self._ends = [mixed, mixed + values, mixed + values + self.heads]
         self.dt_bias, self.A_log = mx.ones((self.heads,)), mx.zeros((self.heads,))
@@ -219,15 +228,18 @@ class GatedDeltaNet(nn.Module):
         values = values.reshape(*values.shape[:-1], self.heads, self.value_dim)
         beta = mx.sigmoid(b.astype(mx.float32))
         log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a.astype(mx.float32) + self.dt_bias)
-        state = None if cache is None else cache[self.state_size - 1]
+        last = len(self.state_shapes) - 1
+        state = None if cache is None else cache[last]
         if is_step:
             out, state = gated_delta_step(queries, keys, values, log_decay, beta, state)
         else:
             q, k, v, g, w = (y.swapaxes(1, 2) for y in (queries, keys, values, log_decay, beta))
-            out, state = gated_delta_rule(q, k, v, g, w, state, segment_ids)
+            out, state, state_after = gated_delta_rule(q, k, v, g, w, state, segment_ids)
             out = out.swapaxes(1, 2)
+            if cache is not None:
+                cache.set_after(last, state_after)
         if cache is not None:
-            cache[self.state_size - 1] = state
+            cache[last] = state
         out = self.norm(out).reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
         return (self._project_out if is_step else self.out_proj)(out.astype(x.dtype))
 

@@ -7,13 +7,15 @@ heads of a group share them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.model.gated_delta import chunk_decays, into_chunks
 from mlxlm.model.linear import FusedLinear, Linear
-from mlxlm.model.norms import RMSNorm
+from mlxlm.model.norms import RMSNorm, split_rms_norm
 from mlxlm.model.short_conv import CausalConv1d
 
 
@@ -24,7 +26,7 @@ def state_space_scan(
     queries: mx.array,
     state: mx.array | None = None,
     segment_ids: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
     """Scan a text, in chunks (section 6 of the paper); float32.
 
     Args:
@@ -36,7 +38,8 @@ def state_space_scan(
         segment_ids: int `[B, T]`, ascending: the state is zeros before each document.
 
     Returns:
-        The outputs `[B, G, R, T, P]`, and the state after the last token.
+        The outputs `[B, G, R, T, P]`, the state after the last token, and a function that returns it after the first n
+        tokens, 1 to 64.
     """
     T = values.shape[3]
     values, log_decay, keys, queries = (into_chunks(x, 3) for x in (values, log_decay, keys, queries))
@@ -46,12 +49,17 @@ def state_space_scan(
     added = keys @ (values * to_end[..., None])
     if state is None:
         state = mx.zeros_like(added[:, :, :, 0])
-    states = []
+    states, first_state = [], state
     for n in range(added.shape[3]):
         states.append(state)
         state = state * through[:, :, :, n, :, None] + added[:, :, :, n]
     out = out + from_start[..., None] * (queries @ mx.stack(states, axis=3))
-    return mx.flatten(out, 3, 4)[:, :, :, :T], state
+
+    def state_after(n: int) -> mx.array:
+        kept = first_state * from_start[:, :, :, 0, n - 1, None, None]
+        return kept + keys[:, :, :, 0, :, :n] @ (values[:, :, :, 0, :n] * between[:, :, :, 0, n - 1, :n, None])
+
+    return mx.flatten(out, 3, 4)[:, :, :, :T], state, state_after
 
 
 def state_space_step(
@@ -70,7 +78,7 @@ class Mamba2(nn.Module):
         layer: Index of the layer.
 
     Attributes:
-        state_size: Number of arrays in its cache: those of the convolution, and the state.
+        state_shapes: Of the arrays in its cache, for one row: those of the convolution, and the state.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -82,12 +90,18 @@ class Mamba2(nn.Module):
         self._ends = [inner, 2 * inner + 2 * keys]  # of the gate, and of what is convolved; the time steps follow
         self.conv1d = CausalConv1d(inner + 2 * keys, config.mamba_d_conv, config.mamba_conv_bias)
         self._mixed_ends = [inner, inner + keys]
-        self.state_size = self.conv1d.history + 1
+        state = (groups, heads // groups, config.mamba_d_state or 0, config.mamba_d_head or 0)
+        self.state_shapes = [*self.conv1d.state_shapes, state]
         self.A_log, self.dt_bias, self.D = mx.zeros((heads,)), mx.ones((heads,)), mx.ones((heads,))
         self.norm = RMSNorm(inner, config.rms_norm_eps)
         self.out_proj = Linear(inner, hidden, bias=config.mamba_proj_bias)
+        self._norm_group: ProcessGroup | None = None  # see `split`
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
+
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
+        """Have the part of the heads that this process has; the norm of a single group is over those of all."""
+        self._norm_group = process_group if whole.mamba_n_groups == 1 else None
 
     def fuse(self) -> None:
         """Lay out the weights of the projections for decoding steps."""
@@ -121,17 +135,23 @@ class Mamba2(nn.Module):
         values = (by_head * steps[..., None]).reshape(*groups, -1, by_head.shape[-1])
         keys, queries = (y.reshape(*groups, 1, -1) for y in (keys, queries))
         log_decay = log_decay.reshape(*groups, -1)
-        state = None if cache is None else cache[self.state_size - 1]
+        last = len(self.state_shapes) - 1
+        state = None if cache is None else cache[last]
         if is_step:
             out, state = state_space_step(values, log_decay, keys, queries, state)
         else:
             v, d, k, q = (mx.moveaxis(y, 1, 3) for y in (values, log_decay, keys, queries))
-            out, state = state_space_scan(v, d, k, q, state, segment_ids)
+            out, state, state_after = state_space_scan(v, d, k, q, state, segment_ids)
             out = mx.moveaxis(out, 3, 1)
+            if cache is not None:
+                cache.set_after(last, state_after)
         if cache is not None:
-            cache[self.state_size - 1] = state
+            cache[last] = state
         out = out.reshape(by_head.shape) + by_head * self.D[:, None]
         out = out.reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
-        out = mx.fast.rms_norm(out.reshape(*groups, -1), None, self.norm.eps)
+        if self._norm_group is None:
+            out = mx.fast.rms_norm(out.reshape(*groups, -1), None, self.norm.eps)
+        else:
+            [out] = split_rms_norm([out], self.norm.eps, self._norm_group)
         out = out.reshape(gate.shape).astype(x.dtype) * self.norm.weight
         return (self._project_out if is_step else self.out_proj)(out)

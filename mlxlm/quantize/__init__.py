@@ -12,6 +12,7 @@ from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mlxlm.config.quantization import BITS, GROUP_SIZES, RECIPES, Format
+    from mlxlm.quantize.importance import importance_weights
     from mlxlm.quantize.pipeline import quantize
     from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
     from mlxlm.quantize.settings import METHODS, QuantizationSettings
@@ -25,6 +26,7 @@ __all__ = [
     "QuantizationMetrics",
     "QuantizationReport",
     "QuantizationSettings",
+    "importance_weights",
     "quantize",
 ]
 __getattr__ = lazy_exports(__name__)

@@ -114,6 +114,15 @@ class ExpertInputs:
             return count, stats
         return count, stats.divided_by(self._scale[expert % len(self._scale)])
 
+    def mean_squares(self, experts: int) -> np.ndarray:
+        """The mean square of each channel for each expert, `[experts, width]`; 1 for experts that read nothing."""
+        width, counts = self._batches[0][0].shape[-1], np.zeros(experts)
+        sums = np.zeros((experts, width), np.float32)
+        for x, rows, chosen in self._batches:
+            np.add.at(sums, chosen, np.square(np.array(x.astype(mx.float32)))[rows])
+            counts += np.bincount(chosen, minlength=experts)
+        return np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], 1).astype(np.float32)
+
     def divided_by(self, scale: np.ndarray) -> ExpertInputs:
         """The inputs divided by `scale` `[width]`, or for each expert by its own, `[experts, width]`."""
         result = ExpertInputs()
@@ -126,9 +135,13 @@ class ExpertInputs:
 
 
 class _InputRecorder:
-    """Sums the statistics of inputs over batches. In each batch the source may run first, then the quantized model."""
+    """Sums the statistics of inputs over batches. In each batch the source may run first, then the quantized model.
 
-    def __init__(self) -> None:
+    With `diagonal`, moments are their diagonal, `[width]`.
+    """
+
+    def __init__(self, diagonal: bool = False) -> None:
+        self._diagonal = diagonal
         self._inputs: dict[str, tuple[mx.array, ...]] = {}
         self._source_inputs: dict[str, tuple[mx.array, ...]] = {}
         self._sums: dict[str, list[mx.array]] = {}  # by the first layer with these inputs
@@ -156,7 +169,7 @@ class _InputRecorder:
                 self._experts.setdefault(name, ExpertInputs()).add(x, *experts)
                 continue
             flat = _flatten(x)
-            products = [flat.T @ flat]
+            products = [mx.square(flat).sum(axis=0) if self._diagonal else flat.T @ flat]
             if name in self._source_inputs:
                 products.append((_flatten(self._source_inputs[name][0]) - flat).T @ flat)
             before = self._sums.get(name)
@@ -178,9 +191,9 @@ def _flatten(x: mx.array) -> mx.array:
 
 
 @contextmanager
-def recording(module: nn.Module) -> Iterator[_InputRecorder]:
+def recording(module: nn.Module, diagonal: bool = False) -> Iterator[_InputRecorder]:
     """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert."""
-    recorder = _InputRecorder()
+    recorder = _InputRecorder(diagonal)
     leaves = dict(tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module))
     recorded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Linear) or is_stack(leaf)}
     classes = {name: type(leaf) for name, leaf in recorded.items()}
@@ -269,6 +282,36 @@ def calibrate_layers(
         _record_all(recorder, model.head_inputs(i, state))
         recorder.end_batch()
     return recorder.stats()
+
+
+def mean_squares(model: Layers, windows: np.ndarray, progress: Callable[[int, int], None]) -> dict[str, np.ndarray]:
+    """Run a text through a model; return the mean square of each input channel of its layers' matrices, by name.
+
+    That is `[width]`, and for a matrix for each expert `[experts, width]`.
+
+    Args:
+        model: The model.
+        windows: Tokens, int `[N, T]`.
+        progress: Called as `progress(done, total)` after each layer.
+    """
+    states, result = _embed(model, windows), {}
+    for index, name in enumerate(model.names):
+        layer = model.load(index)
+        with recording(layer, diagonal=True) as recorder:
+            for i, state in enumerate(states):
+                states[i] = model.run(layer, index, i, state)
+                mx.eval(states[i])
+                recorder.end_batch()
+        for matrix, stats in recorder.stats().items():
+            if isinstance(stats, ExpertInputs):
+                squares = stats.mean_squares(get_submodule(layer, matrix).num_experts)
+            else:
+                squares = stats.moments / windows.size
+            result[f"{name}.{matrix}"] = squares
+        del layer  # before the next one is read
+        mx.clear_cache()
+        progress(index + 1, len(model.names))
+    return result
 
 
 def _record_all(recorder: _InputRecorder, inputs: Mapping[str, mx.array]) -> None:

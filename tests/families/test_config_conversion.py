@@ -299,7 +299,7 @@ def configs(draw):
     if family.endswith("_moe") or is_latent:
         values |= {"first_k_dense_replace": draw(st.integers(0, values["num_hidden_layers"] - 1))}
         values |= {"n_shared_experts": draw(st.integers(0, 2)), "n_group": 1, "topk_group": 1}
-    if family == "qwen3_next":
+    if "linear_num_key_heads" in FAMILIES[family].fields:
         values["hidden_act"] = "silu"
         values["full_attention_interval"] = draw(st.integers(1, values["num_hidden_layers"]))
     if family.startswith("lfm2"):

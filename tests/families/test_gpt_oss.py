@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint import load, load_model, load_weights, open_checkpoint, save_weights
@@ -57,6 +58,38 @@ def test_logits_are_those_of_transformers(folder, monkeypatch):
     packed = load_model(folder)[0]
     assert isinstance(packed.layers[0].mlp.switch_mlp.gate_proj, QuantizedSwitchLinear)
     np.testing.assert_allclose(logits(packed), wanted, atol=1e-4 * wanted.std())
+
+
+def test_experts_stay_mxfp4_in_gguf_files(folder, tmp_path):
+    """As llama.cpp's converter writes them, and from one file to another, to the byte."""
+    stored = load_weights(folder)
+    kinds = {"first": None, "second": "MXFP4"}
+    for (name, outtype), other in zip(kinds.items(), ("BF16", "Q8_0"), strict=True):
+        source = folder if name == "first" else tmp_path / "first.gguf"
+        report = convert(source, tmp_path / f"{name}.gguf", outtype=outtype)
+        assert report.checks[0].result == ("equal" if outtype is None else "within rounding")
+        tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / f"{name}.gguf").tensors}
+        assert tensors["blk.1.attn_q.weight"].tensor_type.name == tensors["output.weight"].tensor_type.name == other
+        for layer in range(2):
+            path = f"model.layers.{layer}.mlp.experts"
+            blocks, scales = (np.array(stored[f"{path}.gate_up_proj_{part}"]) for part in ("blocks", "scales"))
+            for number, part in enumerate(("gate", "up")):  # rows of the two alternate
+                written = tensors[f"blk.{layer}.ffn_{part}_exps.weight"]
+                assert written.tensor_type.name == "MXFP4"
+                found = np.array(written.data).reshape(*scales[:, number::2].shape, 17)
+                own = blocks[:, number::2]
+                values = np.stack([own & 15, own >> 4], axis=-1).reshape(*own.shape[:-1], 32)
+                np.testing.assert_array_equal(found[..., 0], scales[:, number::2])
+                np.testing.assert_array_equal(found[..., 1:], values[..., :16] | values[..., 16:] << 4)
+    report = convert(folder, tmp_path / "bf16.gguf", outtype="BF16")
+    assert report.bits_per_weight > 15.9
+
+
+def test_other_experts_are_rounded_to_mxfp4(tiny_tokenizer, tmp_path):
+    source = write_mixture(tmp_path / "source", "gpt_oss", tiny_tokenizer, rope_parameters=YARN)
+    report = convert(source, tmp_path / "m.gguf", outtype="MXFP4")
+    assert report.checks[0].detail == "rounded to MXFP4, Q8_0"
+    assert any(note.startswith("kept in Q8_0:") and "only experts have 4 bits" in note for note in report.notes)
 
 
 def test_folders_of_other_programs(folder, tmp_path):

@@ -87,15 +87,6 @@ CASES = {
     },
     "exaone": BASE,
     "solar_open": {**BASE, **ROUTED, "head_dim": 8, "first_k_dense_replace": 0},
-    "qwen3_5_moe_text": {
-        **HALF, **EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-    },
-    "qwen3_5_text": {
-        **HALF, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    },
 }  # fmt: skip
 FORMS_OF_GELU = {"gpt_bigcode"}
 

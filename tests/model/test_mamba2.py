@@ -19,8 +19,8 @@ def arrays():
 
 def token_by_token(values, log_decay, keys, queries, segment_ids=None):
     values, log_decay, keys, queries = (np.array(x, np.float64) for x in (values, log_decay, keys, queries))
-    state, out = np.zeros((B, G, R, S, P)), np.zeros((B, G, R, T, P))
-    for t in range(T):
+    state, out = np.zeros((B, G, R, S, P)), np.zeros(values.shape)
+    for t in range(values.shape[3]):
         if segment_ids is not None and t:
             state *= (segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None, None, None]
         state = state * np.exp(log_decay[:, :, :, t])[..., None, None]
@@ -32,19 +32,22 @@ def token_by_token(values, log_decay, keys, queries, segment_ids=None):
 @pytest.mark.parametrize("packed", [False, True])
 def test_chunks_equal_single_tokens(arrays, packed):
     ids = np.sort(np.random.default_rng(1).integers(0, 5, (B, T)), axis=1) if packed else None
-    found = state_space_scan(*arrays, segment_ids=None if ids is None else mx.array(ids))
+    *found, _ = state_space_scan(*arrays, segment_ids=None if ids is None else mx.array(ids))
     for one, other in zip(found, token_by_token(*arrays, ids), strict=True):
         np.testing.assert_allclose(np.array(one), other, atol=1e-4)
 
 
 def test_a_text_in_pieces(arrays):
     wanted, last = token_by_token(*arrays)
-    first, state = state_space_scan(*(x[:, :, :, :70] for x in arrays))
-    second, state = state_space_scan(*(x[:, :, :, 70:-1] for x in arrays), state)
+    first, state, _ = state_space_scan(*(x[:, :, :, :70] for x in arrays))
+    second, state, state_after = state_space_scan(*(x[:, :, :, 70:-1] for x in arrays), state)
     third, state = state_space_step(*(x[:, :, :, -1] for x in arrays), state)
     found = mx.concatenate([first, second, third[:, :, :, None]], axis=3)
     np.testing.assert_allclose(np.array(found), wanted, atol=1e-4)
     np.testing.assert_allclose(np.array(state), last, atol=1e-4)
+    for n in (1, 10, 64):
+        _, before = token_by_token(*(x[:, :, :, : 70 + n] for x in arrays))
+        np.testing.assert_allclose(np.array(state_after(n)), before, atol=1e-4)
 
 
 def test_gradients_equal_finite_differences(arrays):

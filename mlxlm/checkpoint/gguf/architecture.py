@@ -41,7 +41,10 @@ _EXPERTS = {
     "ffn_gate_inp": ("mlp.gate",),
     **{f"ffn_{name}_exps": (f"mlp.switch_mlp.{name}_proj",) for name in ("gate", "up", "down")},
 }
-_SHARED_EXPERT = {f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")}
+_SHARED_EXPERT = {
+    **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": ("mlp.shared_expert_gate",),
+}
 _MAMBA = {
     "ssm_in": ("mamba.in_proj",),
     "ssm_conv1d": ("mamba.conv1d",),
@@ -52,7 +55,7 @@ _MAMBA = {
     "ssm_out": ("mamba.out_proj",),
 }
 _ROUTER_BIAS = "exp_probs_b.bias", "ffn_gate_inp.e_score_correction_bias"
-_MAMBA_MATRICES = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # vectors in the decoder; A is -exp(A_log)
+_SSM_VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # A is -exp(A_log); files have matrices for Mamba
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,15 @@ class Architecture:
         extra_layer: Further entries of `layer` that depend on the configuration.
         norm_offset: Norm weights are stored plus one.
         interleaved: Rows of queries and keys are rotary pairs.
+        groups: Names of tensors in which the rows of several modules alternate -> the field with the number of groups.
+        reorder: Reorders the heads of the decoder's tensors for a file (True), or back.
         biases: Which linear modules have one: "none", "qkv" (optional), "any" (optional) or "all".
         activations: Values of `hidden_act` that it computes.
         experts: Its models can be mixtures of experts.
         free_head_dim: heads · head_dim need not be the hidden size.
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
-        recurrent: Value of `layer_types` of layers for which the file has no key-value heads.
+        recurrent: Value of `layer_types` of its recurrent layers. A file has no key-value heads for them, unless
+            `read_fields` and `metadata` say otherwise.
         sliding_window: Reads `attention.sliding_window`.
         rope_types: Values of `rope_type` that it computes.
         yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.
@@ -89,6 +95,8 @@ class Architecture:
     extra_layer: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}
     norm_offset: bool = False
     interleaved: bool = False
+    groups: Mapping[str, str] = field(default_factory=dict)
+    reorder: Callable[[ModelConfig, LazyTensors, bool], LazyTensors] = lambda config, tensors, to_file: tensors
     biases: str = "qkv"
     activations: tuple[str, ...] = ("silu",)
     experts: bool = False
@@ -106,9 +114,12 @@ class Architecture:
         """The tensors of a file with the decoder's values and shapes, and its name of a router's bias."""
         result = {}
         for name, tensor in tensors.items():
-            if self.norm_offset and name.endswith("norm.weight"):
+            if self._adds_one(name):
                 tensor = tensor.astype(mx.float32).transform(lambda value: value - 1)
-            elif name.endswith(_MAMBA_MATRICES):
+            elif name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in older files
+                shape = (1, tensor.shape[-1])
+                tensor = tensor.transform(partial(mx.reshape, shape=shape), shape=shape)
+            elif name.endswith(_SSM_VECTORS):
                 tensor = tensor.transform(mx.flatten, shape=(math.prod(tensor.shape),))
                 if name.endswith(".ssm_a"):
                     tensor = tensor.transform(lambda value: mx.log(-value))
@@ -119,16 +130,19 @@ class Architecture:
         """The inverse of `from_file`."""
         result = {}
         for name, tensor in tensors.items():
-            if self.norm_offset and name.endswith("norm.weight"):
+            if self._adds_one(name):
                 tensor = tensor.astype(mx.float32).transform(lambda value: value + 1)
-            elif name.endswith(_MAMBA_MATRICES):
-                if name.endswith(".ssm_a"):
-                    tensor = tensor.astype(mx.float32).transform(lambda value: -mx.exp(value))
+            elif name.endswith(".ssm_a"):
+                tensor = tensor.astype(mx.float32).transform(lambda value: -mx.exp(value))
+            if name.endswith(_SSM_VECTORS) and self.recurrent == "mamba":
                 size = tensor.shape[0]
                 shape = (config.mamba_n_groups, size // config.mamba_n_groups) if "norm" in name else (size, 1)
                 tensor = tensor.transform(partial(mx.reshape, shape=shape), shape=shape)
             result[name.replace(*_ROUTER_BIAS[::-1])] = tensor
         return result
+
+    def _adds_one(self, name: str) -> bool:
+        return self.norm_offset and name.endswith("norm.weight") and not name.endswith(_SSM_VECTORS)
 
     @property
     def norm_eps_key(self) -> str:
@@ -143,8 +157,12 @@ class Architecture:
 
     def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
         """How a file of this architecture stores the modules of `config`."""
-        q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        rows = {"attn_qkv": (q, kv, kv), "ffn_up": (config.intermediate_size,) * 2}
+        rows = {
+            f"model.layers.{i}.{matrix.module}": matrix.outputs
+            for i, kind in enumerate(config.layer_sublayers)
+            for sublayer in kind
+            for matrix in sublayer.matrices
+        }
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         layer = {**self.layer, **(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
         layer |= _SHARED_EXPERT if config.shared_expert_intermediate_size else {}
@@ -155,9 +173,14 @@ class Architecture:
         for i in range(config.num_hidden_layers):
             for name, modules in layer.items():
                 full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
+                if len(modules) > 1 and full_names[0] not in rows:  # of another kind of layer
+                    continue
                 interleaved = heads.get(name, 0) if self.interleaved else 0
-                fused_rows = rows[name] if len(modules) > 1 else ()
-                mappings.append(WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, interleaved=interleaved))
+                fused_rows = tuple(rows[module] for module in full_names) if len(modules) > 1 else ()
+                groups = getattr(config, self.groups[name]) if name in self.groups else 1
+                mappings.append(
+                    WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
+                )
         return mappings
 
 

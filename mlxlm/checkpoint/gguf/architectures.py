@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.checkpoint.gguf import deepseek2, hybrids
+from mlxlm.checkpoint.gguf import deepseek2, hybrids, qwen
 from mlxlm.checkpoint.gguf.architecture import (
     GATED_MLP,
     LLAMA_LAYER,
@@ -50,23 +50,6 @@ def _read_biases(keys: MetadataReader) -> dict[str, Any]:
 
 def _read_all_biases(keys: MetadataReader) -> dict[str, Any]:
     return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
-
-
-def _read_qwen3_moe(keys: MetadataReader) -> dict[str, Any]:
-    experts = read_experts(keys)
-    width = keys.count("feed_forward_length") // max(1, experts.get("num_experts_per_tok", 1))
-    return {
-        **experts,
-        "moe_intermediate_size": keys.count("expert_feed_forward_length", width),
-        "norm_topk_prob": True,
-    }
-
-
-def _qwen3_moe_problems(config: ModelConfig) -> Iterator[str]:
-    if not config.norm_topk_prob:
-        yield "norm_topk_prob is False"
-    if config.mlp_layer_types is not None:
-        yield "some layers are dense"
 
 
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
@@ -285,15 +268,36 @@ ARCHITECTURES = {
             read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
         ),
         Architecture(
+            "qwen2moe",
+            ("qwen2_moe",),
+            LLAMA_LAYER,
+            experts=True,
+            ties_head=False,
+            read_fields=lambda keys: {**qwen.read_experts(keys), "qkv_bias": keys.has_tensor("blk.0.attn_q.bias")},
+            metadata=qwen.expert_metadata,
+            problems=lambda config: qwen.expert_problems(config, norm_topk_prob=False),
+        ),
+        Architecture(
             "qwen3moe",
             ("qwen3_moe",),
             {**LLAMA_LAYER, **QK_NORMS},
             experts=True,
             biases="none",
             free_head_dim=True,
-            read_fields=_read_qwen3_moe,
-            metadata=lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
-            problems=_qwen3_moe_problems,
+            read_fields=lambda keys: {**qwen.read_experts(keys), "norm_topk_prob": True},
+            metadata=qwen.expert_metadata,
+            problems=lambda config: qwen.expert_problems(config, norm_topk_prob=True),
+        ),
+        *qwen.HYBRIDS,
+        Architecture(
+            "glm4moe",
+            ("glm4_moe",),
+            deepseek2.GLM4_MOE_LAYER,
+            experts=True,
+            free_head_dim=True,
+            read_fields=deepseek2.read_glm4_moe,
+            metadata=deepseek2.router_metadata,
+            problems=deepseek2.glm4_moe_problems,
         ),
         Architecture(
             "deepseek2",

@@ -12,7 +12,7 @@ import numpy as np
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.header import TensorInfo, mmap_tensor
-from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, quantize_k
+from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, USE_IMPORTANCE, quantize_k
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 
@@ -68,8 +68,17 @@ def dequantized_rows(info: TensorInfo, data: np.ndarray) -> Iterator[tuple[slice
     return map_in_threads(rows, row_slices(len(data), info.shape[-1]))
 
 
-def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | memoryview]:
+def encode_tensor(
+    name: str, tensor: LazyTensor, kind: str, importance: np.ndarray | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a tensor in the type `kind`, a few rows at a time.
+
+    Args:
+        name: Its name, for errors.
+        tensor: The tensor.
+        kind: The type.
+        importance: The mean square of the input of each column `[width]`, or those of each expert `[experts, width]`,
+            for types in `USE_IMPORTANCE`.
 
     Raises:
         CheckpointError: Names the tensor if a value is NaN, infinite or too large for float16.
@@ -90,14 +99,30 @@ def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | 
     elif kind in _FLOAT_TYPES:
         dtype = _FLOAT_TYPES[kind][1]
         yield from (np.array(mx.array(chunk).astype(dtype).view(mx.uint16)).data for chunk in checked)
-    elif kind in K_QUANTS:
-        yield from map_in_threads(lambda chunk: quantize_k(chunk, kind).data, checked)
+    elif kind in K_QUANTS or (kind in USE_IMPORTANCE and importance is not None):
+        parts: Iterable[np.ndarray | None] = itertools.repeat(None)
+        if importance is not None:
+            experts = importance.reshape(-1, importance.shape[-1])
+            per_expert, numbers = rows.shape[0] // len(experts), np.arange(rows.shape[0])
+            parts = (experts[numbers[part] // per_expert] for part in row_slices(*rows.shape))
+        pairs = zip(checked, parts, strict=False)
+        yield from map_in_threads(lambda pair: quantize_k(pair[0], kind, pair[1]).data, pairs)
     else:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import quantize
 
         ggml = GGMLQuantizationType[kind]
         yield from map_in_threads(lambda chunk: quantize(chunk, ggml).data, checked)
+
+
+def mxfp4_blocks(weight: mx.array, scales: mx.array) -> bytes:
+    """The blocks of a matrix, or a stack of them, in MLX's format mxfp4: packed uint32 weights, and uint8 scales.
+
+    A block has its scale first. MLX's bytes have two neighbors each, those of a block values 0 and 16, 1 and 17, ...
+    """
+    pairs = np.array(weight.view(mx.uint8)).reshape(-1, 16)
+    values = np.stack([pairs & 0x0F, pairs >> 4], axis=-1).reshape(-1, 32)
+    return np.hstack([np.array(scales).reshape(-1, 1), values[:, :16] | values[:, 16:] << 4]).tobytes()
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

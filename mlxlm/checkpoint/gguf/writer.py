@@ -15,9 +15,9 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.architecture import SIZES, Architecture
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.gguf.header import ggml_type
-from mlxlm.checkpoint.gguf.k_quants import K_QUANTS
+from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, USE_IMPORTANCE
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
-from mlxlm.checkpoint.gguf.tensors import encode_tensor
+from mlxlm.checkpoint.gguf.tensors import encode_tensor, mxfp4_blocks
 from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.map_weights import to_file_weights
@@ -28,15 +28,20 @@ from mlxlm.utils.errors import CheckpointError
 
 # Number in llama.cpp's llama_ftype, and the type of most matrices.
 _FILE_TYPES = {
-    "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"), "Q8_0": (7, "Q8_0"), "Q4_0": (2, "Q4_0"),
-    "Q4_K_M": (15, "Q4_K"), "Q5_K_M": (17, "Q5_K"), "Q6_K": (18, "Q6_K"),
+    "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"), "Q8_0": (7, "Q8_0"), "Q6_K": (18, "Q6_K"),
+    "Q5_K_M": (17, "Q5_K"), "Q4_K_M": (15, "Q4_K"), "Q4_0": (2, "Q4_0"), "MXFP4": (38, "MXFP4"),
+    "Q3_K_M": (12, "Q3_K"), "Q2_K": (10, "Q2_K"),
 }  # fmt: skip
 OUTTYPES = tuple(_FILE_TYPES)
 # Instead of K-quants, for matrices whose rows are not a multiple of 256.
-_SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+IMPORTANCE_OUTTYPES = tuple(name for name, (_, kind) in _FILE_TYPES.items() if kind in USE_IMPORTANCE)
+_VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 _POSITIONS = "position_embd.weight"
+# Besides vectors, biases and positions.
 _FLOAT32 = (
-    "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight",
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
+    "ssm_norm.weight",
 )  # fmt: skip
 
 
@@ -58,14 +63,21 @@ class WriteResult:
 
 
 def write(
-    path: Path, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer | None, outtype: str = "F16"
+    path: Path,
+    config: ModelConfig,
+    tensors: LazyTensors,
+    tokenizer: Tokenizer | None,
+    outtype: str = "F16",
+    importance: Mapping[str, np.ndarray] | None = None,
+    mxfp4: Mapping[str, tuple[LazyTensor, LazyTensor]] | None = None,
 ) -> WriteResult:
     """Write a model that llama.cpp runs.
 
     Vectors and position embeddings are F32, which llama.cpp requires. A matrix whose rows are not a multiple of 32
     can't be quantized and is F16. In a Q4_0 file the output head (the embedding, where they are tied) is Q8_0: its
-    errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K). The types of a
-    K-quant file are those of llama.cpp's quantizer, without its exceptions for Falcon and the largest Llama.
+    errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K). The types and
+    bytes of a K-quant file are those of llama.cpp's quantizer, without its exceptions for Falcon and the largest Llama.
+    In an MXFP4 file all but the experts are Q8_0, as there.
 
     Args:
         path: The file; use `atomic_new_files`, so that a failed write leaves nothing.
@@ -73,6 +85,9 @@ def write(
         tensors: The decoder's tensors, not quantized.
         tokenizer: None writes a file without a tokenizer.
         outtype: One of OUTTYPES.
+        importance: Module of a matrix -> the mean square of the input of each column, `[width]` or for experts
+            `[experts, width]`: llama.cpp's importance matrix. For the types in IMPORTANCE_OUTTYPES.
+        mxfp4: Module of experts -> weights and scales in MLX's format, which are written as they are.
 
     Raises:
         CheckpointError: llama.cpp can't run the model, or a weight is NaN or infinite.
@@ -80,7 +95,13 @@ def write(
     """
     architecture = architecture_for(config)
     file_tensors = _file_tensors(config, architecture, tensors)
-    types = {name: _tensor_type(name, tensor, outtype, config) for name, tensor in file_tensors.items()}
+    types = {name: _tensor_type(name, t, outtype, config, bool(importance)) for name, t in file_tensors.items()}
+    modules = {f"{mapping.name}.weight": mapping.modules[0] for mapping in architecture.weight_mappings(config)}
+    columns = {name: importance.get(module) for name, module in modules.items()} if importance else {}
+    packed = {name: mxfp4[module] for name, module in modules.items() if module in mxfp4} if mxfp4 else {}
+    types |= dict.fromkeys(packed, "MXFP4")
+    if outtype == "MXFP4" and outtype not in types.values():
+        raise CheckpointError("MXFP4 is for experts, and this model has none", "Q4_K_M")
     tokenizer_values, tokenizer_notes = tokenizer_metadata(tokenizer, config)
     metadata = {
         "general.type": "model",
@@ -93,8 +114,11 @@ def write(
     with path.open("wb") as file:
         write_header(file, architecture.name, metadata, file_tensors, types)
         for name, tensor in file_tensors.items():
-            for chunk in encode_tensor(name, tensor, types[name]):
-                file.write(chunk)
+            if name in packed:
+                file.write(mxfp4_blocks(*(part.read() for part in packed[name])))
+            else:
+                for chunk in encode_tensor(name, tensor, types[name], columns.get(name)):
+                    file.write(chunk)
             _write_padding(file)
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
     matrices = [name for name, tensor in file_tensors.items() if not _stays_float32(name, tensor)]
@@ -117,42 +141,54 @@ def _model_name(name: str) -> str:
 def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: LazyTensors) -> dict[str, LazyTensor]:
     if config.tie_word_embeddings and not architecture.ties_head:
         tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    tensors = architecture.reorder(config, tensors, True)
     result = to_file_weights(architecture.weight_mappings(config), tensors)
     return {**rope_tensors(config), **architecture.to_file(result, config)}
 
 
 def _stays_float32(name: str, tensor: LazyTensor) -> bool:
-    """Whether llama.cpp's converter writes float32 whatever the type of the matrices.
-
-    Vectors, positions, routers, and the small matrices of recurrent layers.
-    """
+    """Whether llama.cpp's converter writes float32 whatever the type of the matrices."""
     return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", *_FLOAT32))
 
 
-def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig) -> str:
+def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig, has_importance: bool) -> str:
     if _stays_float32(name, tensor):
         return "F32"
     kind, width = _FILE_TYPES[outtype][1], tensor.shape[-1]
     is_head = name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight")
     if kind in K_QUANTS:
-        kind = "Q6_K" if is_head else _mixed_type(name, kind, config) if outtype.endswith("_M") else kind
+        kind = "Q6_K" if is_head else _mixed_type(name, outtype, config)
         kind = kind if width % ggml_type(kind).block_size == 0 else _SMALLER_BLOCKS[kind]
-    elif outtype == "Q4_0" and is_head:
+    elif outtype == "MXFP4" and "_exps." not in name or outtype == "Q4_0" and is_head:
         kind = "Q8_0"
+    elif outtype == "Q4_0" and has_importance and "ffn_down" in name and _layer(name) < config.num_hidden_layers // 8:
+        kind = "Q4_1"
     return kind if width % ggml_type(kind).block_size == 0 else "F16"
 
 
-def _mixed_type(name: str, kind: str, config: ModelConfig) -> str:
-    """The type of a matrix in a layer of a Q4_K_M or Q5_K_M file, whose most frequent type is `kind`."""
-    index, part = int(name.split(".")[1]) if name.startswith("blk.") else 0, name.split(".")[-2]
-    if config.num_experts == 8 and part in ("attn_v", "attn_k"):
+def _layer(name: str) -> int:
+    return int(name.split(".")[1]) if name.startswith("blk.") else 0
+
+
+def _mixed_type(name: str, outtype: str, config: ModelConfig) -> str:
+    """The type of a matrix in a K-quant file, except for the head (`llama_tensor_get_type_impl`)."""
+    kind = _FILE_TYPES[outtype][1]
+    layer, part = _layer(name), name.split(".")[-2]
+    has_more = outtype in ("Q4_K_M", "Q5_K_M") and gets_more_bits(layer, config.num_hidden_layers)
+    if config.num_experts == 8 and part in ("attn_k", *_VALUES):
         return "Q8_0"
-    if config.num_experts == 8 and part == "attn_output" and kind == "Q4_K":
-        return "Q5_K"
-    if part == "attn_qkv":
-        return {"Q4_K": "Q5_K", "Q5_K": "Q6_K"}[kind]
-    has_more = part in ("attn_v", "ffn_down", "ffn_down_exps") and gets_more_bits(index, config.num_hidden_layers)
-    return "Q6_K" if has_more else kind
+    if part in _VALUES:
+        grouped = config.num_attention_heads // config.num_key_value_heads >= 4
+        fewer = {"Q2_K": "Q4_K" if grouped else "Q3_K", "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K"}
+    elif part.startswith("ffn_down"):
+        fewer = {"Q2_K": "Q3_K", "Q3_K_M": "Q5_K" if layer < config.num_hidden_layers // 16 else "Q4_K"}
+    elif part == "attn_output":
+        fewer, has_more = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K"}, False
+        if config.num_experts == 8:
+            fewer = dict.fromkeys(("Q2_K", "Q3_K_M", "Q4_K_M"), "Q5_K")
+    else:
+        return kind
+    return fewer.get(outtype, "Q6_K" if has_more else kind)
 
 
 def write_header(

@@ -89,7 +89,7 @@ def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
     model_type = values.get("model_type")
     if model_type == "llama4_text":  # mlx_lm's own model has no experts and a tied head
         return not values.get("tie_word_embeddings") or bool(values.get("moe_layers"))
-    return model_type in ("gemma3n_text", "qwen3_5_text", "qwen3_5_moe_text")
+    return bool(model_type == "gemma3n_text")
 
 
 def _number(value: Any) -> Any:

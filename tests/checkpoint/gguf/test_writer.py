@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 
 import gguf as gguf_package
@@ -74,7 +75,7 @@ def test_gguf_package_reads_our_header(tiny_tokenizer, tmp_path):
     assert offsets == {name: (info.offset, info.nbytes) for name, info in ours.tensors.items()}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gguf.OUTTYPES if "_K" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in gguf.OUTTYPES if "_K" not in kind and kind != "MXFP4"])
 def test_every_outtype_equals_the_gguf_package(kind, tiny_tokenizer, tmp_path):
     model = random_model("gpt2", tiny_tokenizer)
     result = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, kind)
@@ -101,6 +102,12 @@ K_TYPES = {
     },
     "Q5_K_M": {"Q5_K": "token_embd blk.0.attn_q blk.1.attn_v", "Q6_K": "output blk.3.attn_v", "Q5_1": "blk.4.ffn_down"},
     "Q6_K": {"Q6_K": "token_embd output blk.1.attn_v blk.5.attn_q", "Q8_0": "blk.1.ffn_down blk.3.ffn_down"},
+    "Q3_K_M": {
+        "Q3_K": "token_embd blk.0.attn_q blk.0.ffn_up", "Q5_K": "blk.0.attn_v blk.1.attn_v", "Q6_K": "output",
+        "Q4_K": "blk.2.attn_v", "Q5_0": "blk.0.attn_output blk.0.ffn_down blk.7.ffn_down",
+    },
+    "Q2_K": {"Q2_K": "token_embd blk.0.attn_k blk.7.ffn_up", "Q3_K": "blk.7.attn_v",
+             "Q4_0": "blk.0.ffn_down blk.7.attn_output", "Q6_K": "output"},
 }  # fmt: skip
 
 
@@ -121,16 +128,55 @@ def test_types_of_k_quants(outtype, tiny_tokenizer, tmp_path):
     assert file_type == f"MOSTLY_{outtype}"
     again, weight = open_checkpoint(tmp_path / "m.gguf"), model.layers[3].self_attn.v_proj.weight
     read = again.tensors["model.layers.3.self_attn.v_proj.weight"].read()
-    assert 0 < mx.abs(read - weight).max() < 0.04 * mx.abs(weight).max()
+    assert 0 < mx.abs(read - weight).max() < 0.3 * mx.abs(weight).max()
+
+
+def llama_cpp_quantizes(source, out, outtype, importance):
+    """Quantize a file with llama.cpp, with `importance` by name of the tensor."""
+    cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed").llama_cpp
+    params = cpp.llama_model_quantize_default_params()
+    params.ftype = gguf_package.LlamaFileType[f"MOSTLY_{outtype}"].value
+    pointers = [value.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for value in importance.values()]
+    entries = [(n.encode(), p, v.size) for (n, v), p in zip(importance.items(), pointers, strict=True)]
+    params.imatrix = (cpp.llama_model_imatrix_data * (len(entries) + 1))(*entries) if entries else None
+    assert cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)) == 0
+
+
+@pytest.mark.parametrize("outtype", [kind for kind in gguf.IMPORTANCE_OUTTYPES if kind != "Q4_0"])
+def test_k_quants_are_those_of_llama_cpp(outtype, model, tiny_tokenizer, tmp_path):
+    """Types and bytes, without importance weights and with; not of Falcon, which has other types."""
+    if model.config.model_type == "falcon":
+        return
+    wide = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 16, "intermediate_size": 256}
+    if model.config.model_type == "qwen2":  # the others have no rows of 256
+        model = random_decoder(model.config.with_changes(**wide))
+    config, tensors, rng = model.config, tensors_of(model), np.random.default_rng(0)
+    gguf.write(tmp_path / "whole.gguf", config, tensors, tiny_tokenizer, "F32")
+    modules, importance = {}, {}
+    for mapping in architecture_for(config).weight_mappings(config):
+        tensor = tensors.get(f"{mapping.modules[0]}.weight")
+        name = f"{mapping.name}.weight"
+        if tensor is not None and len(tensor.shape) > 1 and name.startswith("blk.") and not name.endswith("_b.weight"):
+            modules[name] = mapping.modules[0]
+            importance[name] = rng.uniform(0.01, 10, tensor.shape[:-2] + tensor.shape[-1:]).astype(np.float32)
+    for given in ({}, importance):
+        llama_cpp_quantizes(tmp_path / "whole.gguf", tmp_path / "theirs.gguf", outtype, given)
+        of_modules = {modules[name]: value for name, value in given.items()}
+        gguf.write(tmp_path / "ours.gguf", config, tensors, tiny_tokenizer, outtype, of_modules)
+        files = (gguf_package.GGUFReader(tmp_path / f"{name}.gguf") for name in ("ours", "theirs"))
+        ours, theirs = ({tensor.name: tensor for tensor in file.tensors} for file in files)
+        assert {n: t.tensor_type.name for n, t in ours.items()} == {n: t.tensor_type.name for n, t in theirs.items()}
+        for name, tensor in ours.items():
+            np.testing.assert_array_equal(tensor.data, theirs[name].data, name)
 
 
 def test_eight_experts_have_better_attention(tiny_tokenizer):
     config = random_model("mixtral", tiny_tokenizer).config.with_changes(num_experts=8)
     kinds = {
-        part: writer._mixed_type(f"blk.1.{part}.weight", "Q4_K", config) for part in ("attn_v", "attn_k", "attn_output")
+        part: writer._mixed_type(f"blk.1.{part}.weight", "Q4_K_M", config)
+        for part in ("attn_v", "attn_k", "attn_output")
     }
     assert kinds == {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
-    assert writer._mixed_type("blk.1.attn_qkv.weight", "Q4_K", config) == "Q5_K"
 
 
 def test_unquantizable_rows_are_float16(tiny_tokenizer, tmp_path):

@@ -1,0 +1,51 @@
+"""Importance weights for GGUF files: how large the inputs of each column are, llama.cpp's importance matrix."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mlxlm.backend.mlx import limit_buffer_cache
+from mlxlm.checkpoint.open import open_module_checkpoint
+from mlxlm.convert.verify import Progress
+from mlxlm.quantize.calibrate import mean_squares
+from mlxlm.quantize.calibration_text import CALIBRATION_TOKENS, WINDOW_TOKENS, text_of_file
+from mlxlm.quantize.layers import layers_of
+from mlxlm.utils.errors import CheckpointError
+
+
+def importance_weights(
+    source: Path | str,
+    calibration_text: Path | str,
+    *,
+    adapter: Path | str | None = None,
+    progress: Progress = lambda phase, done, total: None,
+) -> dict[str, np.ndarray]:
+    """Run a text through a model, to round the weights that matter for it with smaller errors.
+
+    Args:
+        source: Whatever `open_checkpoint` opens.
+        calibration_text: A text file, ideally like what the model will read; 16,384 tokens of it are used.
+        adapter: Folder or hub id of an adapter that is merged into the weights.
+        progress: Called as `progress(phase, done, total)`.
+
+    Returns:
+        Module -> the mean square of each column's input, float32 `[width]` or for experts `[experts, width]`:
+        `importance` of `mlxlm.convert.convert`.
+
+    Raises:
+        ArgumentError: The model's layers can't be calibrated.
+        CheckpointError: The weights are not finite.
+        DataError: The text is too short.
+    """
+    checkpoint = open_module_checkpoint(source, adapter)
+    text = text_of_file(calibration_text, checkpoint.load_tokenizer(), 16 * CALIBRATION_TOKENS)
+    windows = text.windows(min(WINDOW_TOKENS, checkpoint.config.max_position_embeddings), CALIBRATION_TOKENS)
+    with limit_buffer_cache():
+        result = mean_squares(layers_of(checkpoint), windows, partial(progress, "calibrating"))
+    for module, squares in result.items():
+        if not np.isfinite(squares).all():
+            raise CheckpointError(f"the inputs of {module} are not finite on {text.name}", "another text")
+    return result
