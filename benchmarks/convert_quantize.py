@@ -204,15 +204,20 @@ def quantize_with_llama_cpp(source: Path, out: Path, outtype: str, importance: d
     import llama_cpp as cpp
     from gguf import LlamaFileType
 
+    silent = cpp.llama_log_callback(lambda level, text, data: None)
+    cpp.llama_log_set(silent, None)
     params = cpp.llama_model_quantize_default_params()
     params.ftype = LlamaFileType[f"MOSTLY_{outtype}"].value
     pointer = ctypes.POINTER(ctypes.c_float)
     entries = [(n.encode(), values.ctypes.data_as(pointer), values.size) for n, values in importance.items()]
     params.imatrix = (cpp.llama_model_imatrix_data * (len(entries) + 1))(*entries) if entries else None
     started = time.monotonic()
-    if cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)):
+    failed = cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params))
+    seconds = time.monotonic() - started
+    cpp.llama_log_set(None, None)  # before `silent` is freed
+    if failed:
         raise SystemExit(f"llama.cpp can't write {outtype}")
-    return time.monotonic() - started
+    return seconds
 
 
 def equal_tensors(a: Path, b: Path) -> tuple[int, int]:
