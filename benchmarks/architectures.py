@@ -2,7 +2,10 @@
 
 The weights are random, and both programs use the same ones and the same BLAS, in one process and in turn.
 
-python benchmarks/architectures.py [--kinds mixture hybrid] [--clients 1 4 16] [--tokens 48] [--turn 4000] [--rounds 3]
+python benchmarks/architectures.py [--kinds "recurrent, dense"] [--clients 1 4 16] [--tokens 48] [--turn 4000]
+                                   [--rounds 3] [--width 1]
+
+`--width 4` multiplies the sizes of all matrices: with it, "full attention, dense" has 0.5B parameters.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +48,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "first_k_dense_replace": 1, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 256,
          "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
     ),
-    "recurrent, dense": ("qwen3_5_text", LINEAR),
+    "recurrent, dense": ("qwen3_5", {"text_config": {"model_type": "qwen3_5_text", **SIZES, **LINEAR}}),
     "recurrent, mixture": ("qwen3_next", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 384}),
+}  # fmt: skip
+
+
+# Sizes that `--width` multiplies.
+WIDTHS = {
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "linear_num_value_heads", "linear_num_key_heads", "kv_lora_rank", "q_lora_rank",
 }  # fmt: skip
 
 
@@ -56,25 +67,42 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--turn", type=int, default=4000, help="tokens of the conversation before the second turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=1, help="factor of the sizes of all matrices")
     options = parser.parse_args()
     rows, result = [], {}
     for kind in options.kinds:
-        measured = measure(*KINDS[kind], options)
+        measured, parameters, peaks = measure(*KINDS[kind], options)
         single = measured.pop("mlx_lm")
         again, turn = measured.pop("again"), measured.pop("turn")
-        rows.append((f"{kind}: mlx_lm, one text", f"{spread(single)} tokens/s"))
+        rows.append(
+            (
+                f"{kind}, {parameters / 1e6:,.0f}M parameters: mlx_lm, one text",
+                f"{spread(single)} tokens/s, {peaks['mlx_lm'] / 1e6:,.0f} MB besides the weights",
+            )
+        )
         ratios = {}
         for count, speeds in measured.items():
             ratios[count] = median([speed / base for speed, base in zip(speeds, single, strict=True)])
-            rows.append((f"{kind}: {count} at once", f"{spread(speeds)} tokens/s, {ratios[count]:.2f} x"))
+            memory = f"{peaks[count] / 1e6:,.0f} MB"
+            rows.append((f"{kind}: {count} at once", f"{spread(speeds)} tokens/s, {ratios[count]:.2f} x, {memory}"))
         shares = [second / whole for second, whole in zip(turn, again, strict=True)]
         rows.append((f"{kind}: second turn", f"{spread(shares)} of the time of reading {options.turn} tokens again"))
-        result[kind] = {"ratio": {n: round(r, 2) for n, r in ratios.items()}, "second_turn": round(median(shares), 3)}
+        result[kind] = {
+            "parameters": parameters, "ratio": {n: round(r, 2) for n, r in ratios.items()},
+            "second_turn": round(median(shares), 3), "mb": {name: round(peak / 1e6) for name, peak in peaks.items()},
+        }  # fmt: skip
     report("Models by their caches", rows, {"benchmark": "architectures", "kinds": result})
 
 
-def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace) -> dict[Any, list[float]]:
-    """Tokens per second by the number of texts and of mlx_lm; seconds to the first token of a second turn, and anew."""
+def measure(
+    model_type: str, values: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], int, dict[str, int]]:
+    """Measure one kind.
+
+    Returns:
+        Tokens per second by the number of texts and of mlx_lm, and seconds to the first token of a second turn and
+        anew; the number of parameters; and by how many bytes MLX's memory grew at the peak of each.
+    """
     import mlxlm
     from mlxlm.backend.mlx import mx, tree_flatten
     from mlxlm.checkpoint.mlx_lm.model import build_model
@@ -82,6 +110,7 @@ def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace
 
     mx.random.seed(1)
     fields = {"model_type": model_type, **SIZES, **values}
+    fields |= {name: options.width * fields[name] for name in WIDTHS & fields.keys()}
     model, _ = build_model(fields)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:  # as mlx_lm writes it, so that mlxlm runs it as it would any other
@@ -125,9 +154,23 @@ def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace
         Engine(lm, prefix_cache_bytes=0).submit(request([*history, *last], 1)).result()
         return time.perf_counter() - start
 
+    peaks: dict[str, int] = {}
+
+    def with_peak(name: str, function: Callable[[], float]) -> Callable[[], float]:
+        def run() -> float:
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            value = function()
+            peaks[name] = max(peaks.get(name, 0), mx.get_peak_memory() - before)
+            return value
+
+        return run
+
     together(1), peer()  # warm-up
     runs = {str(count): lambda count=count: together(count) for count in options.clients}
-    return in_turn(options.rounds, **runs, mlx_lm=peer, turn=second_turn, again=read_again)
+    runs |= {"mlx_lm": peer, "turn": second_turn, "again": read_again}
+    measured = in_turn(options.rounds, **{name: with_peak(name, run) for name, run in runs.items()})
+    return measured, sum(value.size for _, value in tree_flatten(model.parameters())), peaks
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 5, "tie_word_embeddings": True},
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), {"tie_word_embeddings": True}),
     "gpt_oss": {"attention_bias": True},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "gptj": {"n_inner": None},
     "hunyuan": {"use_qk_norm": True},
     "jamba": {"num_experts": 1, "num_local_experts": 1, "attn_layer_offset": 1, "attn_layer_period": 2},

@@ -34,9 +34,9 @@ CLASSES = {
         "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
         "dim_model_base": 64, "scale_depth": 1.0, "scale_emb": 1.0, "tie_word_embeddings": False,
     },
-    "qwen3_5_text": {
-        "full_attention_interval": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "olmo_hybrid": {
+        "linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "attention_bias": False,
     },
 }  # fmt: skip
 

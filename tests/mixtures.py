@@ -16,13 +16,18 @@ _BASE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_LINEAR = {
+    "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+}  # fmt: skip
 KINDS = {
     "granitemoe": {**_BASE, **_EXPERTS, "intermediate_size": 64, "tie_word_embeddings": True},
     "exaone_moe": {
         **_BASE, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 24, "num_shared_experts": 1,
     },
-    "qwen3_5_text": {
-        **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "olmo_hybrid": {
+        **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
 }  # fmt: skip
@@ -50,19 +55,19 @@ NATIVE = {  # run by mlxlm's decoder
         "n_group": 2,
         "topk_group": 1,
     },
-    "qwen3_next": {
+    "qwen3_next": {**_BASE, **_EXPERTS, **_LINEAR, "decoder_sparse_step": 1},
+    "qwen3_5_moe_text": {**_BASE, **_EXPERTS, **_LINEAR},
+    "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {
         **_BASE,
         **_EXPERTS,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "decoder_sparse_step": 1,
-        "layer_types": ["linear_attention", "full_attention"],
-        "full_attention_interval": 2,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention"],
     },
-    "lfm2": {**_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 

@@ -148,6 +148,33 @@ def gated_delta(x, weights, name, c, segment_ids):
     return linear(out, weights, f"{name}.out_proj")
 
 
+def mamba2(x, weights, name, c, segment_ids):
+    """Dao & Gu 2024, one token after another."""
+    B, T, _ = x.shape
+    H, G, P, S = (getattr(c, f"mamba_{part}") for part in ("n_heads", "n_groups", "d_head", "d_state"))
+    z, xbc, dt = np.split(linear(x, weights, f"{name}.in_proj"), [H * P, 2 * H * P + 2 * G * S], axis=-1)
+    dt = np.clip(np.log1p(np.exp(dt + weights[f"{name}.dt_bias"])), *(c.time_step_limit or (0, np.inf)))
+    kernel, bias = weights[f"{name}.conv1d.weight"], weights.get(f"{name}.conv1d.bias", 0)
+    out = np.zeros((B, T, H * P))
+    for row in range(B):
+        state = np.zeros((H, P, S))
+        for t in range(T):
+            if t and segment_ids[row, t] != segment_ids[row, t - 1]:
+                state = np.zeros((H, P, S))
+            seen = [
+                i for i in range(max(0, t - len(kernel[0]) + 1), t + 1) if segment_ids[row, i] == segment_ids[row, t]
+            ]
+            y = activation(sum(xbc[row, i] * kernel[:, i - t - 1] for i in seen) + bias, "silu")
+            u, b, g = y[: H * P].reshape(H, P), y[H * P : H * P + G * S], y[H * P + G * S :]
+            b, g = (np.repeat(v.reshape(G, S), H // G, axis=0) for v in (b, g))
+            decay = np.exp(-np.exp(weights[f"{name}.A_log"]) * dt[row, t])
+            state = state * decay[:, None, None] + np.einsum("h,hp,hs->hps", dt[row, t], u, b)
+            out[row, t] = (np.einsum("hps,hs->hp", state, g) + weights[f"{name}.D"][:, None] * u).reshape(-1)
+    out = (out * activation(z, "silu")).reshape(B, T, G, -1)
+    out = (out / np.sqrt((out**2).mean(-1, keepdims=True) + c.rms_norm_eps)).reshape(B, T, -1)
+    return linear(out * weights[f"{name}.norm.weight"], weights, f"{name}.out_proj")
+
+
 def latent_attention(x, weights, name, c, layer, positions, segment_ids):
     """DeepSeek-AI 2024, "DeepSeek-V2", equations 37 to 47; the pairs that are rotated are neighbors."""
     (B, T, _), H, N, R = x.shape, c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
@@ -226,6 +253,8 @@ def decoder(weights, c, tokens, segment_ids=None):
                 return short_conv(y, weights, f"{name}.conv", c, segment_ids)
             if c.mixer(layer) == "gated_delta":
                 return gated_delta(y, weights, f"{name}.linear_attn", c, segment_ids)
+            if c.mixer(layer) == "mamba2":
+                return mamba2(y, weights, f"{name}.mamba", c, segment_ids)
             mixer = attention if c.kv_lora_rank is None else latent_attention
             return mixer(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
 
@@ -317,9 +346,18 @@ def usual_architectures(draw):
     tied = draw(flags)
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
-    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv", "linear_attention"]
+    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv", "linear_attention", "mamba"]
     types = draw(st.none() | st.lists(st.sampled_from(kinds), min_size=layers - 1, max_size=layers - 1))
-    linear = {}
+    linear, mamba = {}, {}
+    if "mamba" in (types or ()):
+        groups = draw(st.integers(1, 2))
+        mamba = {
+            "mamba_n_heads": groups * draw(st.integers(1, 2)), "mamba_n_groups": groups,
+            "mamba_d_conv": draw(st.integers(1, 4)), "mamba_d_head": draw(st.sampled_from([4, 7])),
+            "mamba_d_state": draw(st.sampled_from([4, 6])), "mamba_conv_bias": draw(flags),
+            "mamba_proj_bias": draw(flags),
+            "time_step_limit": draw(st.none() | st.just((0.5, 1.0))),
+        }  # fmt: skip
     if "linear_attention" in (types or ()):
         groups = draw(st.integers(1, 2))
         linear = {
@@ -329,6 +367,7 @@ def usual_architectures(draw):
         }  # fmt: skip
     return ModelConfig(
         **linear,
+        **mamba,
         attn_output_gate=draw(flags),
         hidden_size=draw(st.sampled_from([16, 17, 24])),
         num_hidden_layers=layers,
@@ -358,7 +397,7 @@ def usual_architectures(draw):
         rope_scaling=draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None,
         sliding_window=window,
         qk_norm=draw(st.sampled_from([None, "head", "projection"])),
-        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-2]))],
+        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-3]))],
         conv_L_cache=draw(st.integers(1, 4)) if "conv" in (types or ()) else 3,
         conv_bias="conv" in (types or ()) and draw(flags),
         alibi_scaled=positions == "alibi" and draw(flags),

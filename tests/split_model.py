@@ -41,6 +41,19 @@ class ThreadGroup(ProcessGroup):
         return values
 
 
+class MlxGroup:
+    """What mlx_lm asks of MLX's group of the same ranks."""
+
+    def __init__(self, ranks: ThreadGroup):
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks.size
+
+    def rank(self) -> int:
+        return self.ranks.rank
+
+
 def thread_groups(size: int) -> list[ThreadGroup]:
     barrier, values = threading.Barrier(size), [None] * size
     return [ThreadGroup(rank, size, barrier, values) for rank in range(size)]
@@ -52,7 +65,7 @@ def run_split(opened: Callable[[], Checkpoint], size: int, use: Callable[[Decode
     def run(group: ThreadGroup) -> Any:
         try:
             model, _ = load_checkpoint(split_checkpoint(opened(), group.rank, size))
-            model.split(group)
+            model.split(group, opened().config)
             return use(model)
         except BaseException:
             group.barrier.abort()

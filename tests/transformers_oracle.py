@@ -12,11 +12,14 @@ import transformers
 torch.set_num_threads(1)  # for tiny matrices, threads only cost time
 
 
-def make_oracle(model_type: str, sizes: dict[str, Any], vocabulary: int, attention: str | None = None):
-    """A model of transformers in which every parameter matters: no norm is 1, no bias 0."""
+def make_oracle(model_type: str, sizes: dict[str, Any], vocabulary: int, attention=None, with_images=False):
+    """A model of transformers in which every parameter matters: no norm is 1, no bias 0.
+
+    `with_images`: The whole model, where transformers also has its language model alone.
+    """
     tokens = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     config = transformers.AutoConfig.for_model(model_type, **tokens, **copy.deepcopy(sizes))  # which it changes
-    is_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    is_text = type(config) in transformers.AutoModelForCausalLM._model_mapping and not with_images
     kind = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
     model = kind.from_config(config, attn_implementation=attention).eval().float()
     rng = np.random.default_rng(0)

@@ -45,12 +45,13 @@ class ProcessGroup:
         group: MLX's group of them; None for a single process.
 
     Attributes:
+        mlx_group: MLX's group.
         should_stop: Whether this process has been asked to stop.
         stop_requested: Whether any process had been asked to stop when gradients were last summed.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None):
-        self.rank, self.size, self._group = rank, size, group
+        self.rank, self.size, self.mlx_group = rank, size, group
         self.should_stop: Callable[[], bool] = lambda: False
         self.stop_requested = False
         self._others_wait = True  # for an object of rank 0, not for a sum
@@ -75,7 +76,7 @@ class ProcessGroup:
 
     def all_sum(self, array: mx.array) -> mx.array:
         """Return the sum over all ranks, not evaluated: an error of the connection ends or blocks the process."""
-        return array if self.size == 1 else mx.distributed.all_sum(array, group=self._group)
+        return array if self.size == 1 else mx.distributed.all_sum(array, group=self.mlx_group)
 
     def from_rank_0(self, array: mx.array) -> mx.array:
         """Return rank 0's integers or booleans on every rank, not evaluated; see `all_sum`."""
@@ -96,7 +97,7 @@ class ProcessGroup:
             return tree
         eval_arrays(tree)  # here, so that an error of the device isn't taken for a lost rank
         tree = {"tree": tree, "stop": mx.array(float(self.should_stop()))}
-        result = self._communicate(lambda: nn.average_gradients(tree, self._group))
+        result = self._communicate(lambda: nn.average_gradients(tree, self.mlx_group))
         self.stop_requested = result["stop"].item() > 0
         self._others_wait = True
         return result["tree"]
@@ -124,7 +125,7 @@ class ProcessGroup:
         return json.loads(bytes(np.array(message)))
 
     def _sum(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_sum(array, group=self._group, stream=mx.cpu)  # no work of a GPU waits for minutes
+        return mx.distributed.all_sum(array, group=self.mlx_group, stream=mx.cpu)  # no work of a GPU waits for minutes
 
     def _communicate(self, collective: Callable[[], Any]) -> Any:
         try:

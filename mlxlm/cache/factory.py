@@ -42,8 +42,8 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
 
 def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache | RecurrentCache:
     mixer = model.layers[layer].mixer
-    if hasattr(mixer, "state_size"):
-        return RecurrentCache(mixer.state_size)
+    if hasattr(mixer, "state_shapes"):
+        return RecurrentCache(mixer.state_shapes)
     bits, dims = (options.key_bits, options.value_bits), model.config.layer_sublayers[layer][0].kv_dims
     if any(bits):
         group_size(*(dim for dim, b in zip(dims, bits, strict=True) if b))  # raises for dims that can't be quantized

@@ -110,6 +110,7 @@ class MlxLmRecurrentCache(RecurrentCache):
     """A state whose rows are never padded, as few of mlx_lm's models read that; with what they ask for."""
 
     can_pad = False
+    max_partial = 0  # they write the state after the last token only
     lengths = left_padding = None
 
     def advance(self, count: int) -> None:
@@ -175,7 +176,7 @@ def _translate(own: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> 
     """Our cache for one of mlx_lm's, or for None, a layer of a model without `make_cache`; None for other types."""
     kind = "KVCache" if own is None else type(own).__name__
     if kind == "ArraysCache":
-        return _recurrent_class(type(own))(len(own.cache))  # type: ignore[arg-type]
+        return _recurrent_class(type(own))([None] * len(own.cache))  # type: ignore[arg-type]
     if kind not in ("KVCache", "RotatingKVCache") or getattr(own, "keep", False):
         return None
     window = own.max_size if kind == "RotatingKVCache" else None

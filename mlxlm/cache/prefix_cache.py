@@ -19,6 +19,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
+from mlxlm.cache.prompt_cache_file import FileCache
 from mlxlm.utils.errors import GenerationError
 
 _MIN_LOADED = 64  # tokens that the folder must have beyond those in memory
@@ -49,8 +50,8 @@ class PrefixCache:
     ) -> None:
         self._make_caches, self.max_bytes, self._folder = make_caches, max_bytes, folder
         caches = make_caches()
-        if folder is not None and not all(isinstance(cache, KVCache) for cache in caches):
-            problem = "this architecture has recurrent states or its own cache type, which can't be kept in a folder"
+        if folder is not None and not all(isinstance(cache, FileCache) for cache in caches):
+            problem = "this architecture has its own cache type, which can't be kept in a folder"
             raise GenerationError(problem, "a prefix cache in memory only")
         self._num_layers = len(caches)
         self.clear()
@@ -442,6 +443,6 @@ def _copy(cache: Any) -> Any:
 
 def _num_trimmable(cache: Any, length: int) -> int:
     """How many of its last tokens a cache of `length` tokens can drop. mlx_lm's caches: all, or none to be safe."""
-    if isinstance(cache, KVCache):
+    if isinstance(cache, FileCache):
         return cache.num_trimmable
     return length if cache.is_trimmable() and deepcopy(cache).trim(length) == length else 0

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from mlxlm.cache.kv_cache import KVCache
-from mlxlm.cache.prompt_cache_file import open_prompt_cache, save_prompt_cache
+from mlxlm.cache.prompt_cache_file import FileCache, open_prompt_cache, save_prompt_cache
 from mlxlm.utils.errors import CheckpointError
 
 _NAME = re.compile(r"prefix-[0-9a-f]{64}\.safetensors")
@@ -80,10 +79,10 @@ class PrefixCacheFolder:
     def load(
         self,
         ids: Sequence[int],
-        make_caches: Callable[[], list[KVCache]],
+        make_caches: Callable[[], list[FileCache]],
         group: Hashable = None,
         max_bytes: int | None = None,
-    ) -> tuple[int, list[KVCache]]:
+    ) -> tuple[int, list[FileCache]]:
         """Load the first tokens of `ids`.
 
         Args:
@@ -117,7 +116,7 @@ class PrefixCacheFolder:
             return n, caches
         return 0, make_caches()
 
-    def save(self, ids: Sequence[int], caches: Sequence[KVCache], group: Hashable = None) -> None:
+    def save(self, ids: Sequence[int], caches: Sequence[FileCache], group: Hashable = None) -> None:
         """Write a text, unless the folder has it or it takes more than `max_bytes`.
 
         Args:

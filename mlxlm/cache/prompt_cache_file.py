@@ -1,8 +1,8 @@
 """The file format of keys and values: a prompt cache, the cache of a session, a text of the server's prefix cache.
 
 A safetensors file. `ids` are the tokens of one text, int32; `LAYER.NAME` are the arrays of a layer's cache (see
-`KVCache.arrays`). The metadata has the `format`, the `identity` of the model and settings, and how many tokens each
-layer has `dropped`.
+`KVCache.arrays` and `RecurrentCache.arrays`). The metadata has the `format`, the `identity` of the model and settings,
+and how many tokens each layer has `dropped`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.cache.kv_cache import KVCache
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.safetensors import file_header, write_tensors
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import atomic_new_file, atomic_write
 
+FileCache = KVCache | RecurrentCache  # the caches that a file can have
 _FORMAT = "mlxlm-cache-1"
 _IDS = "ids"
 _NUM_SAMPLES = 64  # values hashed per parameter
@@ -33,7 +35,7 @@ _RECREATE_HINT = "delete the file and create it again"
 
 def save_prompt_cache(
     path: Path | str,
-    caches: Sequence[KVCache],
+    caches: Sequence[FileCache],
     ids: Sequence[int],
     identity: Mapping[str, str],
     *,
@@ -55,9 +57,9 @@ def save_prompt_cache(
         CheckpointError: `path` exists, the caches are empty or of mlx_lm's own types, or writing fails.
     """
     path = Path(path)
-    if not ids or not all(isinstance(cache, KVCache) for cache in caches):
-        kind = "without tokens" if not ids else "with recurrent states or of mlx_lm's own types"
-        raise CheckpointError(f"a cache {kind} can't be saved", "a model of mlxlm with attention only, after a prompt")
+    if not ids or not all(isinstance(cache, FileCache) for cache in caches):
+        kind = "without tokens" if not ids else "of mlx_lm's own types"
+        raise CheckpointError(f"a cache {kind} can't be saved", "a model of mlxlm, after a prompt")
     tensors, dropped = {_IDS: lazy_tensor(mx.array(ids, dtype=mx.int32))}, []
     for layer, cache in enumerate(caches):
         arrays, lost = cache.arrays()
@@ -90,7 +92,7 @@ class PromptCacheFile:
     _metadata: dict[str, str]
     _tensors: dict[str, LazyTensor]
 
-    def load(self, caches: Sequence[KVCache]) -> None:
+    def load(self, caches: Sequence[FileCache]) -> None:
         """Load the text into `caches`, which must have the settings of the saved ones.
 
         Heads, head dim and dtype are checked by the next update, which raises GenerationError if they are different.
@@ -118,7 +120,7 @@ class PromptCacheFile:
             except ValueError as error:
                 hint = "the settings that it was made with"
                 raise CheckpointError(f"{self.path}: layer {layer}: {error}", hint) from None
-            if restored.offset != len(self.ids):
+            if isinstance(restored, KVCache) and restored.offset != len(self.ids):
                 problem = f"{self.path}: layer {layer} has {restored.offset} tokens instead of {len(self.ids)}"
                 raise CheckpointError(problem, _RECREATE_HINT)
             loaded.append(restored)

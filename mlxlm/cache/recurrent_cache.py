@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from typing import NamedTuple
 
 from mlxlm.backend.mlx import mx
+from mlxlm.utils.errors import GenerationError
 
 # Updates that can be undone: a decoding step is dispatched before the token of the one before is read.
 MAX_UNDO = 2
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+class _Update(NamedTuple):
+    """What an update has replaced.
+
+    Attributes:
+        counts: The tokens that it read of each row, 0 if unknown.
+        before: The arrays before it.
+        after: By the index of an array, a function that returns it after the first n tokens.
+    """
+
+    counts: list[int]
+    before: list[mx.array | None]
+    after: dict[int, Callable[[int], mx.array]]
 
 
 class RecurrentCache:
     """The state of a recurrent layer, arrays `[B, ...]`, for a batch of texts.
 
     Layers read and write it as `cache[i]`, like mlx_lm's `ArraysCache`; before the first token it is None. A state
-    can't be cut at a token: what the last two updates replaced is kept, so that `trim` can undo them.
+    can't be cut at any token: what the last two updates replaced is kept, so that `trim` can undo them. Of a short
+    update of one row, such as a draft, it can undo a part.
 
     Args:
-        size: Number of arrays.
+        shapes: The shape of each array, of one row and without the axis of rows; None if it isn't known.
 
     Attributes:
         rows: Batch size B.
+        max_undo: Updates that can be undone.
         can_pad: Whether the layer reads which positions are padding.
+        max_partial: Tokens of an update of which a part can be undone.
     """
 
     can_pad = True
+    max_partial = 64
 
-    def __init__(self, size: int) -> None:
-        self.rows = 1
+    def __init__(self, shapes: Sequence[tuple[int, ...] | None]) -> None:
+        self.rows, self.max_undo = 1, MAX_UNDO
+        self._shapes = shapes
         self._padding: list[int] = []  # of the rows in the next update
-        self._arrays: list[mx.array | None] = [None] * size
-        # For each of the last updates the tokens that it read of each row, 0 if unknown, and the state before it.
-        self._undo: list[tuple[list[int], list[mx.array | None]]] = []
+        self._arrays: list[mx.array | None] = [None] * len(shapes)
+        self._undo: list[_Update] = []  # the last updates
 
     def __getitem__(self, index: int) -> mx.array | None:
         return self._arrays[index]
@@ -43,7 +64,7 @@ class RecurrentCache:
     @property
     def state(self) -> list[mx.array]:
         """All arrays."""
-        states = [self._arrays, *(arrays for _, arrays in self._undo)]
+        states = [self._arrays, *(update.before for update in self._undo)]
         return [array for arrays in states for array in arrays if array is not None]
 
     @property
@@ -68,8 +89,13 @@ class RecurrentCache:
         self.rows = rows
         pads, self._padding = self._padding, []
         counts = [count - pad for pad in pads or [0] * rows]
-        self._undo = [*self._undo[1 - MAX_UNDO :], (counts, list(self._arrays))]
+        self._undo = [*self._undo[1 - self.max_undo :], _Update(counts, list(self._arrays), {})]
         return mx.arange(count) >= mx.array(pads)[:, None] if any(pads) else None
+
+    def set_after(self, index: int, after: Callable[[int], mx.array]) -> None:
+        """Let `trim` undo a part of this update: `after(n)` returns array `index` after the first n tokens."""
+        if self.rows == 1 and 1 < self._undo[-1].counts[0] <= self.max_partial:
+            self._undo[-1].after[index] = after
 
     @property
     def can_step(self) -> bool:
@@ -89,33 +115,57 @@ class RecurrentCache:
         """Replace the arrays by those after a step."""
         self._arrays = list(arrays)
 
+    @property
+    def num_trimmable(self) -> int:
+        """How many of its last tokens a state of a file or of the prefix cache can drop: none."""
+        return 0
+
     def can_trim(self, count: int) -> bool:
         """Whether the last `count` tokens of each row can be dropped."""
-        return self._num_undone(count) is not None
+        return self._find(count) is not None
 
     def trim(self, count: int) -> None:
-        """Drop the last `count` tokens of each row."""
-        if undone := self._num_undone(count):
-            self._arrays = list(self._undo[-undone][1])
-            self._undo = self._undo[:-undone]
+        """Drop the last `count` tokens of each row.
 
-    def _num_undone(self, count: int) -> int | None:
-        """How many updates read the last `count` tokens of each row; None if that isn't known."""
+        Raises:
+            GenerationError: `can_trim` is false. The cache is unchanged.
+        """
+        if (found := self._find(count)) is None:
+            raise GenerationError(f"can't trim {count} tokens from a recurrent state", "an empty cache")
+        undone, rest = found
+        kept = len(self._undo) - undone
+        if rest:
+            update = self._undo[kept - 1]
+            self._arrays = [update.after[i](rest) for i in range(len(self._arrays))]
+            self._undo = [*self._undo[: kept - 1], update._replace(counts=[rest] * self.rows)]
+        elif undone:
+            self._arrays = list(self._undo[kept].before)
+            self._undo = self._undo[:kept]
+
+    def _find(self, count: int) -> tuple[int, int] | None:
+        """Where the last `count` tokens of each row begin.
+
+        Returns:
+            How many updates read only such tokens, and how many other tokens the one before them read, if it read any
+            of these; None if they can't be dropped.
+        """
         left = [count] * self.rows
         for undone in range(len(self._undo) + 1):
             if not any(left):
-                return undone
-            counts = self._undo[-undone - 1][0] if undone < len(self._undo) else [0]
-            if not all(counts):
+                return undone, 0
+            update = self._undo[-undone - 1] if undone < len(self._undo) else None
+            if update is None or not all(update.counts):
                 return None
-            left = [rest - read for rest, read in zip(left, counts, strict=True)]
+            left = [rest - read for rest, read in zip(left, update.counts, strict=True)]
+            if left[0] < 0 and len(update.after) == len(self._arrays):  # of a single row
+                return undone, -left[0]
         return None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         index, self.rows = mx.array(rows), len(rows)
         self._arrays = _take(self._arrays, index)
-        self._undo = [([counts[row] for row in rows], _take(arrays, index)) for counts, arrays in self._undo]
+        self._undo = [_Update([u.counts[row] for row in rows], _take(u.before, index), {}) for u in self._undo]
 
     def can_replace_rows(self, other: RecurrentCache) -> bool:
         """Whether `replace_rows` can take the rows of `other`."""
@@ -139,16 +189,16 @@ class RecurrentCache:
     @classmethod
     def merge(cls, caches: Sequence[RecurrentCache]) -> RecurrentCache:
         """Stack the rows of several caches."""
-        merged = cls(len(caches[0]._arrays))
+        merged = cls(caches[0]._shapes)
         merged.rows = sum(cache.rows for cache in caches)
         merged._arrays = _stack([(cache._arrays, cache.rows) for cache in caches])
         for depth in range(max(len(cache._undo) for cache in caches), 0, -1):
             parts = [
-                cache._undo[-depth] if depth <= len(cache._undo) else ([0] * cache.rows, cache._arrays)
+                cache._undo[-depth] if depth <= len(cache._undo) else _Update([0] * cache.rows, cache._arrays, {})
                 for cache in caches
             ]
-            counts = [count for counts, _ in parts for count in counts]
-            merged._undo.append((counts, _stack([(arrays, len(counts)) for counts, arrays in parts])))
+            counts = [count for part in parts for count in part.counts]
+            merged._undo.append(_Update(counts, _stack([(part.before, len(part.counts)) for part in parts]), {}))
         return merged
 
     def copy(self) -> RecurrentCache:
@@ -162,6 +212,25 @@ class RecurrentCache:
         other = self.row(0)
         other._arrays, other._undo = [None if x is None else mx.contiguous(x) for x in other._arrays], []
         return other
+
+    def arrays(self) -> tuple[dict[str, mx.array], int]:
+        """Return the arrays by name, for a file, and 0: no token counts as dropped."""
+        return {f"state.{i}": x for i, x in enumerate(self._arrays) if x is not None}, 0
+
+    def set_arrays(self, arrays: Mapping[str, mx.array], dropped: int) -> None:
+        """Replace the contents with the result of `arrays` of a cache of the same layer.
+
+        Raises:
+            ValueError: The layer can't have such arrays. The cache is unchanged.
+        """
+        names = [f"state.{i}" for i in range(len(self._shapes))]
+        if dropped or set(arrays) != set(names):
+            raise ValueError(f"a state has {len(names)} arrays, and no dropped tokens")
+        for name, shape in zip(names, self._shapes, strict=True):
+            x = arrays[name]
+            if x.dtype not in _FLOATS or x.shape[:1] != (1,) or (shape is not None and x.shape[1:] != shape):
+                raise ValueError(f"{name} is {x.shape} {x.dtype}")
+        self._arrays, self._undo, self.rows = [arrays[name] for name in names], [], 1
 
 
 def _take(arrays: list[mx.array | None], index: mx.array) -> list[mx.array | None]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mlxlm.chat.reasoning import ReasoningParser
-from mlxlm.chat.tool_calls import TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
+from mlxlm.chat.harmony import HarmonyParser
+from mlxlm.chat.reasoning import HARMONY, ReasoningParser, ReasoningTags
+from mlxlm.chat.tool_calls import ReasoningDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
 from mlxlm.generation import FinishReason
 
 Kind = Literal["reasoning", "text", "call"]
@@ -54,21 +55,23 @@ class AnswerParser:
         parts: The parts so far.
     """
 
-    def __init__(self, tool_format: ToolFormat | None, *, has_reasoning: bool = True):
+    def __init__(self, tool_format: ToolFormat | None = None, tags: ReasoningTags | None = None):
         """Parse an answer.
 
         Args:
             tool_format: The markup of tool calls; None for an answer without calls.
-            has_reasoning: Whether text between <think> and </think> is reasoning.
+            tags: The markup of reasoning; None for an answer without reasoning.
         """
         self.parts: list[Part] = []
-        self._reasoning = ReasoningParser() if has_reasoning else None
-        self._calls = None if tool_format is None else ToolCallParser(tool_format)
+        self._harmony = HarmonyParser(tool_format is not None) if tags is HARMONY else None
+        self._reasoning = None if tags is None or tags is HARMONY else ReasoningParser(tags)
+        self._calls = ToolCallParser(tool_format) if tool_format is not None and tags is not HARMONY else None
 
     @property
     def in_reasoning(self) -> bool:
         """Whether what follows is reasoning."""
-        return self._reasoning is not None and self._reasoning.reasoning
+        parser = self._harmony or self._reasoning
+        return parser is not None and parser.reasoning
 
     @property
     def calls(self) -> list[Part]:
@@ -81,6 +84,9 @@ class AnswerParser:
 
     def push(self, text: str, finish_reason: FinishReason | None = None) -> list[Piece]:
         """Add text, and return what is decided: everything, if there is a reason why the answer ends."""
+        if self._harmony is not None:
+            events = self._harmony.push(text)
+            return list(self._add_events(events if finish_reason is None else events + self._harmony.finish()))
         pieces: list[Piece] = []
         for part, is_reasoning in self._split_reasoning(text, finish_reason is not None):
             if self._calls is None or is_reasoning:
@@ -101,6 +107,8 @@ class AnswerParser:
         for event in events:
             if isinstance(event, TextDelta):
                 yield from self._add("text", event.text)
+            elif isinstance(event, ReasoningDelta):
+                yield from self._add("reasoning", event.text)
             elif isinstance(event, ToolCallStart):
                 self.parts.append(Part("call", "", event.id, event.name))
                 yield Piece(self.parts[-1], "", True)

@@ -10,15 +10,16 @@ from typing import Any, Unpack
 
 from mlxlm.chat.chat_template import CHAT_FORMATS, MODEL, NAMES, PLAIN, ChatTemplate, RenderOptions
 from mlxlm.chat.messages import Message, check_final_message, parse_tools
+from mlxlm.chat.reasoning import HARMONY, THINK
 from mlxlm.chat.tool_calls import JSON_FORMAT, to_plain_messages
 from mlxlm.generation import LoadedModel
-from mlxlm.generation.jsonl import EXAMPLE_MESSAGE, check_is_question, check_message
+from mlxlm.generation.jsonl import EXAMPLE_MESSAGE, EncodedPrompt, check_is_question, check_message
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import GenerationError, TokenizerError
 
 Messages = Sequence[Message | Mapping[str, Any]]  # a mapping has "role" and "content"
-MessageEncoder = Callable[[Messages], tuple[Sequence[int], frozenset[int]]]
+MessageEncoder = Callable[[Messages], EncodedPrompt]
 _MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have 20,000
 
 
@@ -31,6 +32,9 @@ class PlainTextEncoder:
     name = PLAIN
     eos_token_ids: frozenset[int] = frozenset()
     generation_prefix = ""
+    may_reason = False
+    reasoning_tags = THINK
+    skip_special_tokens = True
     tool_format = JSON_FORMAT
 
     def __init__(self, tokenizer: Tokenizer):
@@ -61,6 +65,10 @@ class PlainTextEncoder:
     def generation_prefix_of(self, prompt: Sequence[int]) -> str:
         """Return ""; see `ChatTemplate.generation_prefix_of`."""
         return ""
+
+    def start_of_answer(self, prompt: Sequence[int]) -> list[int]:
+        """Return []; see `ChatTemplate.start_of_answer`."""
+        return []
 
     def _encode(self, text: str, first: bool, max_length: int) -> list[int]:
         return self._tokenizer.encode(text, continues=not first, max_length=max_length)
@@ -123,8 +131,12 @@ def parse_messages(messages: Messages) -> list[Message]:
 
 
 def answer_eos_token_ids(lm: LoadedModel, encoder: ChatEncoder) -> frozenset[int]:
-    """The tokens that end an answer: those of the model, and that of its chat template."""
-    return lm.eos_token_ids | {id for id in encoder.eos_token_ids if id < lm.config.vocab_size}
+    """The tokens that end an answer: those of the model, and that of its chat template.
+
+    In the harmony format <|end|> doesn't: it ends a message of the answer.
+    """
+    ends = lm.eos_token_ids | {id for id in encoder.eos_token_ids if id < lm.config.vocab_size}
+    return ends - {lm.tokenizer.special_tokens.get("<|end|>")} if encoder.reasoning_tags is HARMONY else ends
 
 
 def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_now: bool = False) -> MessageEncoder:
@@ -136,9 +148,9 @@ def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_n
         compile_now: Compile the template now, not with the first conversation. Its errors are raised by either.
 
     Returns:
-        A function that returns the ids of a conversation, and the tokens that end the answer. It raises
-        GenerationError for invalid messages and a model without a chat template, TokenizerError if the template is
-        broken or refuses the conversation.
+        A function that encodes a conversation, with the tokens that end the answer. It raises GenerationError for
+        invalid messages and a model without a chat template, TokenizerError if the template is broken or refuses the
+        conversation.
     """
 
     @cache
@@ -149,12 +161,14 @@ def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_n
             raise GenerationError(f"{lm.path} has no chat template", hint, is_operator_hint=True)
         return compiled
 
-    def encode(messages: Messages) -> tuple[Sequence[int], frozenset[int]]:
+    def encode(messages: Messages) -> EncodedPrompt:
         parsed = parse_messages(messages)
         if not parsed:
             raise GenerationError("there are no messages", f"[{EXAMPLE_MESSAGE}]")
         check_is_question(parsed[-1].role)
-        return encoder().encode(parsed), answer_eos_token_ids(lm, encoder())
+        found = encoder()
+        ids, ends = found.encode(parsed), answer_eos_token_ids(lm, found)
+        return EncodedPrompt(ids, ends, found.skip_special_tokens, found.start_of_answer(ids))
 
     if compile_now:
         encoder()

@@ -6,16 +6,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
+from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_encoder import answer_eos_token_ids, chat_encoder
 from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.history import Exchange, Turn
 from mlxlm.chat.messages import Message
-from mlxlm.chat.tool_calls import ToolFormat
+from mlxlm.chat.reasoning import THINK, effort_variables, split
 from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import (
     Context,
@@ -47,7 +47,10 @@ class ChatModel:
         eos_token_ids: Tokens that end an answer.
         tools: The tools that an answer may call, by their names.
         functions: The caller's functions that take part in sampling.
+        reasoning_effort: How much the model should reason, if its chat template knows that; None for its default.
     """
+
+    reasoning_effort: str | None = None
 
     def __init__(
         self,
@@ -75,11 +78,6 @@ class ChatModel:
         """Tokens that the model can see: its context, or the size of a rotating cache."""
         return min(self.limit, self.engine.kv.size or UNLIMITED)
 
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls, if there are tools."""
-        return self.chat_encoder.tool_format if self.tools else None
-
     def with_model(self, lm: LoadedModel, options: GenerationOptions) -> tuple[ChatModel, GenerationOptions]:
         """Return the same for another model, and what `options` become for it.
 
@@ -92,6 +90,7 @@ class ChatModel:
         unchanged = [name for name, value in vars(self.defaults).items() if getattr(options, name) == value]
         options = replace(options, **{name: getattr(other.defaults, name) for name in unchanged})
         other.check(options)
+        other.reasoning_effort = self.reasoning_effort
         return other, options
 
     def set_tools(self, tools: Sequence[Callable[..., Any] | CallableTool], options: GenerationOptions) -> None:
@@ -105,16 +104,22 @@ class ChatModel:
 
     def check(self, options: GenerationOptions) -> None:
         """Raise GenerationError for options that this model can't use, alone or with the tools."""
-        options = self._constrain(options, may_call=True)
+        options = self._constrain(options, self.chat_encoder.generation_prefix, may_call=True)
         request = Request([0], options, self.eos_token_ids, functions=self.functions)
         request.check(self.lm, self.engine.kv)
         request.compile_grammar(self.lm)
 
-    @cached_property
-    def answer_start(self) -> Message:
-        """What the template puts at the start of an answer, such as an opening "<think>"."""
-        text = self.chat_encoder.generation_prefix
-        ids = self.lm.tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
+    def start_answer(self, exchange: Exchange, options: GenerationOptions) -> Message:
+        """Return what the template puts at the start of an answer, such as an opening "<think>".
+
+        Except with a JSON schema, a constrained answer has no reasoning: the end of the prompt says so.
+        """
+        text, tokenizer = self.chat_encoder.generation_prefix, self.lm.tokenizer
+        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
+        if options.constraint not in (None, "json_schema"):
+            more = self.chat_encoder.start_of_answer(exchange.prompt)
+            exchange.prompt = [*exchange.prompt, *more]
+            text, ids = text + tokenizer.decode(more, skip_special_tokens=False), ids + more
         return Message("assistant", text, tuple(ids))
 
     def encode(
@@ -126,6 +131,7 @@ class ChatModel:
             tools=[tool.to_dict() for tool in self.tools.values()],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            template_kwargs=effort_variables(self.reasoning_effort),
         )
 
     def prompt(
@@ -153,27 +159,46 @@ class ChatModel:
         question = common_prefix_length(prompt, self.prompt(earlier, "")) if self._drops_tokens else None
         if options.seed is not None:
             options = options.with_seed(options.seed)  # deterministic answers read the whole conversation again
-        options = self._constrain(options, may_call)
-        request = Request(prompt, options, self.eos_token_ids, question, self.functions)
+        options = self._constrain(options, self.chat_encoder.generation_prefix_of(prompt), may_call)
+        skip = self.chat_encoder.skip_special_tokens
+        request = Request(prompt, options, self.eos_token_ids, question, self.functions, skip)
         return self.engine.submit(request, on_prefill=on_prefill)
 
-    def _constrain(self, options: GenerationOptions, may_call: bool) -> GenerationOptions:
+    def _constrain(self, options: GenerationOptions, generation_prefix: str, may_call: bool) -> GenerationOptions:
         return constrain_calls(
             options,
             list(self.tools.values()),
             self.chat_encoder,
             self.lm.tokenizer,
-            self.answer_start.content,
+            generation_prefix,
             tool_choice="auto" if may_call else "none",
         )
 
-    def turn(self, exchange: Exchange, start: Message, result: GenerationResult) -> Turn:
+    def parser(self, start: str, may_call: bool) -> AnswerParser:
+        """Return the parser of an answer that begins with `start`, and which may call the tools or not."""
+        tags = self.chat_encoder.reasoning_tags
+        parser = AnswerParser(self.chat_encoder.tool_format if self.tools and may_call else None, tags)
+        parser.push(start if tags is THINK else tags.render(*split(start)))
+        return parser
+
+    def turn(self, exchange: Exchange, start: Message, result: GenerationResult, parser: AnswerParser) -> Turn:
         """Return the turn of an answer, which begins with `start`, the end of the prompt.
 
         The model has read that, and a template that keeps reasoning renders it again.
+
+        Args:
+            exchange: The question.
+            start: The beginning of the answer.
+            result: What the model has generated.
+            parser: Has parsed both. Calls have no results yet and aren't kept, nor is the beginning of one.
         """
         generated = result.tokens[:-1] if result.tokens[-1] in self.eos_token_ids else result.tokens
         text, ids = start.content + result.text, (*start.ids, *generated)
+        if self.chat_encoder.reasoning_tags is not THINK:
+            text = THINK.render(parser.text("reasoning"), parser.text("text"))
+        # With a finish reason, the parser holds nothing back.
+        if parser.calls or result.finish_reason is not None and split(text)[1] != parser.text("text"):
+            text = parser.text("text")
         was_read = tuple(exchange.prompt[len(exchange.prompt) - len(start.ids) :]) == start.ids
         if not was_read or not decodes_to(self.lm.tokenizer, ids, text):
             ids = ()

@@ -18,15 +18,16 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mlxlm.chat.harmony import CALL
 from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
-from mlxlm.chat.reasoning import open_think_tag
+from mlxlm.chat.reasoning import HARMONY, THINK, reasoning_tags, split
 from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.tokenizer import check_length
 from mlxlm.utils.errors import TokenizerError
 
 MODEL, PLAIN = "model", "plain"
-_MAX_TAG_TOKENS = 16  # of an opening <think> and the line feeds after it: one for each byte, at most
+_MAX_TAG_TOKENS = 16  # of an opening tag and the line feeds after it: one for each byte of <think>, at most
 _MAX_DATE_FORMAT = 100  # characters
 # Supplementary Private Use Area-A: characters that text doesn't use, and no template looks for.
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
@@ -101,6 +102,9 @@ class ChatTemplate:
         source: The template.
         special: Pattern that matches the tokenizer's special tokens.
         eos_token_ids: The special token that the template puts behind an answer, if any.
+        may_reason: Whether the template knows reasoning.
+        reasoning_tags: How the model writes reasoning: as in its template, or between <think> and </think>.
+        skip_special_tokens: Whether special tokens aren't part of an answer: unless reasoning is written with them.
         generation_prefix: What the template puts at the start of an answer, such as "<think>" and a line feed, or "".
     """
 
@@ -121,8 +125,11 @@ class ChatTemplate:
             raise _template_error(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        tags = reasoning_tags(source)
+        self.may_reason, self.reasoning_tags = tags is not None, tags or THINK
+        self.skip_special_tokens = not self.special.search(self.reasoning_tags.open)
         self.eos_token_ids = self._find_eos_token_ids()
-        self.generation_prefix = open_think_tag(self.render([Message("user", "?")]))
+        self.generation_prefix = self.reasoning_tags.open_tag(self.render([Message("user", "?")]))
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -209,8 +216,19 @@ class ChatTemplate:
         return ids
 
     def generation_prefix_of(self, prompt: Sequence[int]) -> str:
-        """Return what the template put at the start of the answer to `prompt`, which depends on its variables."""
-        return open_think_tag(self._tokenizer.decode(prompt[-_MAX_TAG_TOKENS:], skip_special_tokens=False))
+        """Return what the template put at the start of the answer to `prompt`, which depends on its variables.
+
+        In the harmony format, the header of an answer that `prompt` already has the beginning of.
+        """
+        tail = self._tokenizer.decode(prompt[-_MAX_TAG_TOKENS:], skip_special_tokens=False)
+        if self.reasoning_tags is HARMONY:
+            return "" if tail.endswith("<|start|>assistant") else HARMONY.answer
+        return self.reasoning_tags.open_tag(tail)
+
+    def start_of_answer(self, prompt: Sequence[int]) -> list[int]:
+        """Return what has to follow `prompt` so that an answer comes next, without reasoning."""
+        text = self.reasoning_tags.start_of_answer(self.generation_prefix_of(prompt))
+        return self._encode(text, parse_special=True, continues=True)
 
     def escape_special_tokens(
         self, messages: Sequence[Message], options: Any = None
@@ -261,6 +279,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Tool], style: MessageStyle, values: Mapping[str, Any]
     ) -> str:
         shown_tools = [tool.to_dict() for tool in tools] or None
+        if self.reasoning_tags is HARMONY:
+            style = replace(style, reasoning_key="thinking")
         try:
             shown = [style.to_dict(message) for message in messages]
             return self._template.render(
@@ -280,8 +300,18 @@ class ChatTemplate:
                 message = replace(message, role="system")
             if message.role == "tool" and message.name is None:
                 message = replace(message, name=names.get(message.tool_call_id or ""))
+            if message.role == "assistant" and self.reasoning_tags is not THINK:
+                message = self._with_separate_reasoning(message)
             completed.append(message)
         return completed
+
+    def _with_separate_reasoning(self, message: Message) -> Message:
+        """Return a message without <think>, which this template doesn't know."""
+        reasoning, content = split(message.content)
+        reasoning = message.reasoning_content or reasoning
+        if self.reasoning_tags is HARMONY and message.tool_calls:  # GPT-OSS refuses text in addition to reasoning
+            reasoning, content = "\n\n".join(filter(None, (reasoning, content))), ""
+        return replace(message, content=content, reasoning_content=reasoning or None)
 
     @cached_property
     def _tool_support(self) -> tuple[ToolFormat, MessageStyle] | None:
@@ -308,7 +338,8 @@ class ChatTemplate:
         exchange = [Message("user", "?"), Message("assistant", answer)]
         behind = self.render(exchange, add_generation_prompt=False).partition(answer)[2]
         match = self.special.match(behind.lstrip())
-        return frozenset([self._tokenizer.special_tokens[match[0]]] if match else [])
+        tokens = [*([match[0]] if match else []), *([CALL] if self.reasoning_tags is HARMONY else [])]
+        return frozenset(id for token, id in self._tokenizer.special_tokens.items() if token in tokens)
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -107,10 +107,10 @@ def stream(
     """
     lm = loaded(lm)
     _check_one_of("prompt", prompt, messages, chat_template)
-    ids, eos_token_ids = _encoder(lm, messages, chat_template)(prompt if messages is None else messages)
+    encoded = _encoder(lm, messages, chat_template)(prompt if messages is None else messages)
     settings = lm.generation_options(tuple(stream.__kwdefaults__ or ()), **options)
     engine = get_engine(lm, kv, speculation)
-    request = Request(ids, settings, eos_token_ids, functions=sampling_functions(logits_processors, sampler, options))
+    request = encoded.request(settings, sampling_functions(logits_processors, sampler, options))
     request.compile_grammar(lm)  # raises here, not when the stream is iterated
     return engine.submit(request)
 
@@ -167,8 +167,7 @@ def batch_as_completed(
     requests: list[Request] = []
     for number, one in enumerate(inputs, 1):
         try:
-            ids, eos_token_ids = encode(one)
-            request = Request(ids, settings, eos_token_ids, functions=functions)
+            request = encode(one).request(settings, functions)
             request.check(lm, engine.kv)
             request.compile_grammar(lm)
         except MlxlmError as error:
@@ -220,7 +219,7 @@ def _encoder(lm: LoadedModel, messages: object, chat_template: str | None) -> Ca
     """A function that encodes a prompt, or a conversation if there are `messages`."""
     if messages is not None:
         return message_encoder(lm, chat_template, compile_now=True)
-    return lambda prompt: (encode_prompt(lm, prompt), None)
+    return lambda prompt: EncodedPrompt(encode_prompt(lm, prompt))
 
 
 def _check_one_of(name: str, prompt: object, messages: object, chat_template: str | None) -> None:

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mlxlm.cache import KVOptions, fingerprint
+from mlxlm.cache import KVOptions
 from mlxlm.chat.answer import Answer, Cancellation, ChatStats, parsed_chunks
-from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_encoder import Messages, parse_messages
 from mlxlm.chat.chat_model import ChatModel, edited_answer
 from mlxlm.chat.generate import sampling_functions
@@ -28,9 +27,8 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
-from mlxlm.chat.reasoning import split
+from mlxlm.chat.reasoning import EFFORTS
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
-from mlxlm.config.option import non_default_fields
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import loaded
@@ -74,6 +72,8 @@ class Chat:
         tools: Functions with type hints, or `CallableTool`, that the model can call, in up to ten rounds per answer.
             The chunks of the answer have the calls and their results. `max_tokens` limits each text between calls.
         allow_call: Called before each call; if it returns False, the result is an error that says so.
+        reasoning_effort: "none", "low", "medium" or "high", for chat templates that know it. Their variable
+            `enable_thinking` is False with "none", else True.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
         logits_processors: See `mlxlm.stream`.
@@ -96,6 +96,7 @@ class Chat:
         context_overflow: ContextOverflow = "stop",
         tools: Sequence[Callable[..., Any] | CallableTool] = (),
         allow_call: AllowCall | None = None,
+        reasoning_effort: str | None = None,
         kv: KVOptions | None = None,
         speculation: SpeculativeDecoder | None = None,
         logits_processors: Sequence[LogitsFunction] = (),
@@ -114,6 +115,7 @@ class Chat:
         self.allow_call = allow_call
         functions = sampling_functions(logits_processors, sampler, options)
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation, tools, functions)
+        self.reasoning_effort = reasoning_effort
         self.options = lm.generation_options(
             tuple(Chat.__init__.__kwdefaults__ or ()), **{"max_tokens": self.defaults.max_tokens, **options}
         )
@@ -152,6 +154,17 @@ class Chat:
     def tools(self, tools: Sequence[Callable[..., Any] | CallableTool]) -> None:
         self._end_answer()
         self._chat_model.set_tools(tools, self._options)
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        """How much the model should reason. Setting it raises GenerationError for another value than `Chat` takes."""
+        return self._chat_model.reasoning_effort
+
+    @reasoning_effort.setter
+    def reasoning_effort(self, effort: str | None) -> None:
+        if effort not in (None, *EFFORTS):
+            raise GenerationError(f"reasoning_effort is {effort!r}", " or ".join(EFFORTS))
+        self._chat_model.reasoning_effort = effort
 
     @property
     def system_prompt(self) -> str | None:
@@ -335,9 +348,8 @@ class Chat:
         if not for_message and conversation.turns:
             conversation, last = conversation.pop_turn()
             for_message = last.question
-        shorter, _ = drop_oldest_turns(
-            conversation, self._prompt_of(Exchange(conversation, for_message)), self._chat_model.limit
-        )
+        prompt_of = self._prompt_of(Exchange(conversation, for_message))
+        shorter, _ = drop_oldest_turns(conversation, prompt_of, self._chat_model.limit)
         self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
         return self.dropped - before
 
@@ -355,19 +367,8 @@ class Chat:
             CheckpointError: The cache can't be written (for caches of another kind); the session file is written.
         """
         self._end_answer()
-        path, lm = Path(path), self.lm
-        session = Session(
-            model=str(lm.path),
-            weights=fingerprint(lm.model),
-            tokenizer=lm.tokenizer.fingerprint,
-            chat_template=self._chat_model.requested_chat_template,
-            system_prompt=self.system_prompt,
-            context_overflow=self.context_overflow,
-            options=non_default_fields(self.options, self.defaults),
-            kv=self.kv,
-            branches=self._branches,
-        )
-        self._files.write(path, session)
+        path = Path(path)
+        self._files.write(path, Session.of(self, self._chat_model.requested_chat_template, self._branches))
         if cache:
             self._chat_model.engine.save_prefix(cache_path(path.resolve()), self.context_ids)
 
@@ -379,6 +380,7 @@ class Chat:
         *,
         chat_template: str | None = None,
         context_overflow: ContextOverflow | None = None,
+        reasoning_effort: str | None = None,
         kv: KVOptions | None = None,
         speculation: SpeculativeDecoder | None = None,
         **options: Unpack[OptionArguments],
@@ -394,9 +396,9 @@ class Chat:
         path, lm, files = Path(path), loaded(lm), SessionFiles()
         session = files.read(path)
         settings, notes, same_model = restore(session, path, lm, chat_template)
-        overrides = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
-        overrides = {name: value for name, value in overrides.items() if value is not None}
-        chat = cls(lm, speculation=speculation, **{**settings, **options, **overrides})
+        given = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
+        given = {name: value for name, value in (given | {"reasoning_effort": reasoning_effort}).items() if value}
+        chat = cls(lm, speculation=speculation, **{**settings, **options, **given})
         chat._files, chat._branches, chat.notes = files, session.branches, notes
         if same_model and (cache := cache_path(path.resolve())).exists():
             try:
@@ -465,12 +467,11 @@ class Chat:
         self, exchange: Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation, *, may_call: bool
     ) -> Generator[GenerationChunk, None, Message | None]:
         """Generate one text of an answer, which becomes the last turn. Return it as a message if it ends with calls."""
-        earlier, start = self._messages(exchange.conversation.visible_turns), exchange.answer
-        start = self._chat_model.answer_start if start is None else start
+        earlier = self._messages(exchange.conversation.visible_turns)
+        start = exchange.answer or self._chat_model.start_answer(exchange, self._options)
         stream = self._chat_model.answer(earlier, exchange.prompt, self._options, on_prefill, may_call)
         cancellation.attach(stream)
-        parser, reason = AnswerParser(self._chat_model.tool_format if may_call else None), None
-        parser.push(start.content)
+        parser, reason = self._chat_model.parser(start.content, may_call), None
         try:
             for generated in stream:
                 chunks, reason = parsed_chunks(parser, generated), generated.finish_reason
@@ -480,11 +481,7 @@ class Chat:
         finally:
             stream.cancel()
             if (result := stream.partial_result()).tokens:
-                turn = self._chat_model.turn(exchange, start, result)
-                # Calls that have no results yet aren't kept, nor is the beginning of one.
-                if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text("text"):
-                    turn = replace(turn, answer=parser.text("text"), ids=())
-                turns = (*exchange.conversation.turns, turn)
+                turns = (*exchange.conversation.turns, self._chat_model.turn(exchange, start, result, parser))
                 self._branches.current = replace(exchange.conversation, turns=turns)
                 if self._options.seed == result.seed:  # it was not set during the answer
                     self._options = replace(self._options, seed=(result.seed + 1) % 2**64)

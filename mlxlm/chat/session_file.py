@@ -59,6 +59,7 @@ class Session:
         chat_template: The template as it was requested.
         system_prompt: The system prompt.
         context_overflow: The overflow policy.
+        reasoning_effort: How much the model should reason, if that was set.
         options: The GenerationOptions that differ from the chat's defaults.
         kv: Options of the key-value cache.
         branches: The conversation.
@@ -70,9 +71,26 @@ class Session:
     chat_template: str | None
     system_prompt: str | None
     context_overflow: ContextOverflow
+    reasoning_effort: str | None
     options: dict[str, Any]
     kv: KVOptions
     branches: Branches
+
+    @classmethod
+    def of(cls, chat: Any, chat_template: str | None, branches: Branches) -> Session:
+        """Return the session of a `Chat`, whose file imports this one. `chat_template`: as it was requested."""
+        return cls(
+            model=str(chat.lm.path),
+            weights=fingerprint(chat.lm.model),
+            tokenizer=chat.lm.tokenizer.fingerprint,
+            chat_template=chat_template,
+            system_prompt=chat.system_prompt,
+            context_overflow=chat.context_overflow,
+            reasoning_effort=chat.reasoning_effort,
+            options=non_default_fields(chat.options, chat.defaults),
+            kv=chat.kv,
+            branches=branches,
+        )
 
 
 def encode_session(session: Session) -> bytes:
@@ -129,6 +147,7 @@ def decode_session(content: bytes, path: Path) -> Session:
             chat_template=header.get("chat_template", str, None),
             system_prompt=header.text("system_prompt", None),
             context_overflow=check_context_overflow(header.get("context_overflow", str, "stop")),
+            reasoning_effort=header.get("reasoning_effort", str, None),
             options=_settings(header, "options", GenerationOptions),
             kv=KVOptions(**_settings(header, "kv", KVOptions)),
             branches=_branches(header, turns, last),
@@ -360,7 +379,7 @@ def restore(
     settings: dict[str, Any] = {"system_prompt": session.system_prompt, "context_overflow": session.context_overflow}
     same_model = same_tokenizer and session.weights == fingerprint(lm.model)
     if same_model:
-        settings["kv"] = session.kv
+        settings |= {"kv": session.kv, "reasoning_effort": session.reasoning_effort}
         settings["chat_template"] = session.chat_template if session.chat_template in NAMES else None
         if chat_template is None and session.chat_template not in (None, *NAMES):
             notes.append(

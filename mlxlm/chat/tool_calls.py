@@ -119,11 +119,13 @@ class MessageStyle:
         text_arguments: Arguments are JSON text, not a dict.
         null_content: An answer without text has None as its content, not "".
         short_ids: The ids of calls are nine letters or digits (Mistral).
+        reasoning_key: The field with the reasoning.
     """
 
     text_arguments: bool = False
     null_content: bool = False
     short_ids: bool = False
+    reasoning_key: str = "reasoning_content"
 
     def to_dict(self, message: Message) -> dict[str, Any]:
         """Return a message as the template gets it: OpenAI's fields, those without a value left out."""
@@ -136,7 +138,7 @@ class MessageStyle:
         if message.name is not None:
             values["name"] = message.name
         if message.reasoning_content is not None:
-            values["reasoning_content"] = message.reasoning_content
+            values[self.reasoning_key] = message.reasoning_content
         return values
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class MessageStyle:
         return re.sub("[^a-zA-Z0-9]", "", id)[-_SHORT_ID:].rjust(_SHORT_ID, "0") if self.short_ids else id
 
 
-_STYLES = [MessageStyle(*flags[::-1]) for flags in product((False, True), repeat=3)]
+_STYLES = [MessageStyle(text, null, short) for short, null, text in product((False, True), repeat=3)]
 _Render = Callable[[Sequence[Message], Sequence[Tool], MessageStyle], str]
 
 _NAMES = ("probe_function", "second_function")
@@ -265,6 +267,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ReasoningDelta:
+    """Text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class ToolCallStart:
     """A call begins.
 
@@ -284,7 +293,12 @@ class ArgumentsDelta:
     text: str
 
 
-ToolEvent = TextDelta | ToolCallStart | ArgumentsDelta
+ToolEvent = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
+
+
+def new_call_id() -> str:
+    """Return a random id for a call."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT_ID))
 
 
 class _IncompleteError(Exception):
@@ -375,8 +389,7 @@ class ToolCallParser:
         brace = self._match(self._format.between + "{", name.end()) if name else None
         if name is None or brace is None:
             return False
-        new_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT_ID))
-        events.append(ToolCallStart(new_id, name[1]))
+        events.append(ToolCallStart(new_call_id(), name[1]))
         self._pending = self._pending[brace - 1 :]
         self._arguments, self._after_arguments = _ObjectEnd(), False
         self._has_calls = True

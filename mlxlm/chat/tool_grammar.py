@@ -1,4 +1,4 @@
-"""The grammar of an answer with tool calls: text or calls, whose arguments match the schemas of their functions."""
+"""The grammar of an answer with reasoning: text, JSON of a schema, or calls with arguments as their functions want."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Tool
-from mlxlm.chat.reasoning import CLOSE, OPEN
+from mlxlm.chat.reasoning import HARMONY, THINK, ReasoningTags
 from mlxlm.chat.tool_calls import PYTHON_TAG, ToolFormat
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import check_llguidance_schema
@@ -19,6 +19,7 @@ from mlxlm.generation.json_schema import to_llguidance_schema
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
+_NEXT_MESSAGE = "<|end|><|start|>assistant"  # in the harmony format
 MAX_CALLS = 16  # in one answer: small models tend to repeat calls until they are stopped
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
 _CHOICE_HINT = '"none", "auto", "required", or {"type": "function", "function": {"name": NAME}}'
@@ -34,11 +35,11 @@ def constrain_calls(
     tool_choice: Any = "auto",
     parallel_tool_calls: bool = True,
 ) -> GenerationOptions:
-    """Return options with the grammar of an answer that may call tools.
+    """Return options with the grammar of an answer that may call tools, or that reasons before JSON of a schema.
 
     Args:
         options: The options. A JSON schema is the only constraint that can be combined with tools.
-        tools: The functions; the options stay as they are without any.
+        tools: The functions.
         encoder: Encodes the conversation.
         tokenizer: The model's tokenizer.
         generation_prefix: What the template has put at the start of the answer.
@@ -50,6 +51,8 @@ def constrain_calls(
     """
     if tools and options.constraint not in (None, "json_schema"):
         raise GenerationError(f"{options.constraint} and tools", "one of them")
+    if options.constraint not in (None, "json_schema"):
+        return options
     grammar = tool_grammar(
         encoder.tool_format,
         tools,
@@ -57,7 +60,8 @@ def constrain_calls(
         tool_choice=tool_choice,
         parallel_tool_calls=parallel_tool_calls,
         json_schema=json.loads(options.json_schema) if isinstance(options.json_schema, str) else None,
-        reasoning=generation_prefix if OPEN in getattr(encoder, "source", "") else None,  # it may reason
+        reasoning=generation_prefix if encoder.may_reason else None,
+        tags=encoder.reasoning_tags,
     )
     return options if grammar is None else replace(options, json_schema=None, grammar=grammar)
 
@@ -71,6 +75,7 @@ def tool_grammar(
     parallel_tool_calls: bool = True,
     json_schema: Mapping[str, Any] | bool | None = None,
     reasoning: str | None = None,
+    tags: ReasoningTags = THINK,
 ) -> str | None:
     """Return a Lark grammar for `GenerationOptions.grammar`.
 
@@ -84,24 +89,25 @@ def tool_grammar(
         json_schema: What the answer must match if it isn't calls.
         reasoning: What the prompt ends with if it opens a <think> block, as in `ChatTemplate.generation_prefix_of`;
             "" if the model may open one itself; None if there is none.
+        tags: The markup of reasoning.
 
     Returns:
-        None if nothing has to be constrained: without tools, or for "none" with a `json_schema`, which is a
-        constraint of its own.
+        None if nothing has to be constrained, or a `json_schema` alone.
 
     Raises:
         GenerationError: For an invalid `tool_choice`, and for parameters that can't be enforced: with `strict`, all
             keywords count; without, those that a grammar can't express are ignored.
     """
     allowed = _allowed_tools(tools, tool_choice)
-    if not tools or (tool_choice == "none" and json_schema is not None):
+    if not tools and json_schema is None or not allowed and json_schema is not None and reasoning is None:
         return None
-    grammar = _Grammar(format, tokenizer.special_tokens, reasoning, or_json=json_schema is not None)
+    kind = _HarmonyGrammar if tags is HARMONY else _Grammar
+    grammar = kind(format, tokenizer.special_tokens, reasoning, tags, or_json=json_schema is not None)
     if allowed:
         named = tool_choice not in ("auto", "required")
         grammar.add_calls(allowed, several=parallel_tool_calls and not named and format.separator is not None)
-    if tool_choice == "none":
-        answer = grammar.text()
+    if not allowed:
+        answer = grammar.text() if json_schema is None else grammar.json(json_schema)
     elif tool_choice != "auto":
         answer = grammar.calls()
     elif json_schema is None:
@@ -135,8 +141,15 @@ class _Grammar:
     calls in plain JSON have the same lexemes as JSON of a schema (`or_json`), each string being one.
     """
 
-    def __init__(self, format: ToolFormat, special: Mapping[str, int], reasoning: str | None, or_json: bool):
-        self._format, self._special, self._reasoning = format, special, reasoning
+    def __init__(
+        self,
+        format: ToolFormat,
+        special: Mapping[str, int],
+        reasoning: str | None,
+        tags: ReasoningTags,
+        or_json: bool,
+    ):
+        self._format, self._special, self._reasoning, self._tags = format, special, reasoning, tags
         self._json_lexemes = or_json and not format.follows_text
         # The quotation mark at the end of the markup belongs to the string of the name.
         self._quote = '"' if self._json_lexemes and format.prefix.endswith('"') else ""
@@ -189,8 +202,7 @@ class _Grammar:
     def add_calls(self, tools: Sequence[Tool], several: bool) -> None:
         """Add the rule `calls`: what follows the prefix."""
         for number, tool in enumerate(tools):
-            name = self._literal(self._quote + tool.name + self._format.between)
-            self._rules[f"call_{number}"] = f"{name} arguments_{number}"
+            self._rules[f"call_{number}"] = f"{self._before_arguments(tool)} arguments_{number}"
             self._rules[f"arguments_{number}"] = f"%json {json.dumps(_arguments_schema(tool), ensure_ascii=False)}"
         self._rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
         suffix = self._pieces(self._format.suffix)
@@ -201,19 +213,24 @@ class _Grammar:
         more = f"({self._literal(''.join(separator[common:]))} {one}){{0,{MAX_CALLS - 1}}}" if several else ""
         self._rules["calls"] = f"{one} {more} {self._literal(''.join(suffix[common:]))}"
 
+    def _before_arguments(self, tool: Tool) -> str:
+        return self._literal(self._quote + tool.name + self._format.between)
+
     def _reasoning_rule(self) -> str:
-        if CLOSE in self._special:
-            self._rules["thought"] = f"ANY? {self._literal(CLOSE)}"
+        tags = self._tags
+        if tags.close in self._special:
+            self._rules["thought"] = f"ANY? {self._literal(tags.close)}"
         else:
-            self._rules["thought[lazy]"] = f"/(?s:.*){_escape(CLOSE)}/"
+            self._rules["thought[lazy]"] = f"/(?s:.*){_escape(tags.close)}/"
         if self._reasoning:
             return "thought"
-        self._rules["OPEN"] = rf"/\s*{_escape(OPEN)}/"
-        return f"({self._literal(OPEN) if OPEN in self._special else 'OPEN'} thought)?"
+        self._rules["OPEN"] = rf"/\s*{_escape(tags.open)}/"
+        is_text = self._special_pattern.search(tags.open) is None
+        return f"({'OPEN' if is_text else self._literal(tags.open)} thought)?"
 
     def _excluding(self, pattern: str, excluded: Sequence[str]) -> str:
-        if self._reasoning is not None and OPEN not in self._special:
-            excluded = [*excluded, rf"\s*{_escape(OPEN)}(?s:.*)"]
+        if self._reasoning is not None and self._special_pattern.search(self._tags.open) is None:
+            excluded = [*excluded, rf"\s*{_escape(self._tags.open)}(?s:.*)"]
         return " & ".join([f"/{pattern}/", *(f"~/{other}/" for other in excluded)])
 
     def _space(self) -> str:
@@ -239,6 +256,43 @@ class _Grammar:
     def _pieces(self, text: str) -> list[str]:
         """Split a text into special tokens and characters."""
         return re.findall(f"{self._special_pattern.pattern}|(?s:.)", text)
+
+
+class _HarmonyGrammar(_Grammar):
+    """The rules for the harmony format, whose markup has special tokens, which no text matches.
+
+    An answer is any number of messages of the channels analysis and commentary, and then a final one or a call. If the
+    prompt ends inside a final message (`reasoning` is not empty), that is completed first.
+    """
+
+    def lark(self, answer: str) -> str:
+        head = f'{self._literal("<|channel|>")} ("analysis" | "commentary") {self._literal("<|message|>")}'
+        self._rules["before"] = f"{head} ANY? {self._literal(_NEXT_MESSAGE)}"
+        self._rules["content_type"] = f'" "? {self._literal("<|constrain|>json")} | " json"'
+        self._rules["answer"] = answer
+        return "\n".join(["start: answer", *(f"{name}: {rule}" for name, rule in self._rules.items())])
+
+    def text(self) -> str:
+        return f"{self._final('')} ANY?"
+
+    def json(self, schema: Mapping[str, Any] | bool) -> str:
+        super().json(schema)
+        return f"{self._final('content_type?')} json"
+
+    def calls(self) -> str:
+        return f"ANY? {self._literal(_NEXT_MESSAGE)} before* call" if self._reasoning else "before* call"
+
+    def text_and_calls(self) -> str:
+        return self.calls()
+
+    def _final(self, content_type: str) -> str:
+        channel, message = self._literal("<|channel|>final"), self._literal("<|message|>")
+        return "" if self._reasoning else f"before* {channel} {content_type} {message}"
+
+    def _before_arguments(self, tool: Tool) -> str:
+        channel, recipient = "<|channel|>commentary", f" to=functions.{tool.name}"
+        heads = self._literal(channel + recipient), self._literal(recipient + channel)
+        return f"({' | '.join(heads)}) content_type? {self._literal('<|message|>')}"
 
 
 def _escape(text: str) -> str:

@@ -16,7 +16,7 @@ from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
 from mlxlm.config import ModelConfig
-from mlxlm.families import config_to_hf, resolve_model_type
+from mlxlm.families import config_to_hf, resolve_model_type, with_multimodal_type
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 from mlxlm.utils.json_files import write_json
@@ -104,12 +104,13 @@ def file_tensors(checkpoint: WritableCheckpoint) -> LazyTensors:
 
 def _decoder_config(values: Mapping[str, Any], config: ModelConfig, dtype: str) -> dict[str, Any]:
     same_type = values.get("model_type") == config.model_type
-    return {
+    own = {
         **{name: value for name, value in (values if same_type else {}).items() if name not in _REPLACED},
         **config_to_hf(config),
         "torch_dtype": dtype,  # transformers 5 reads "dtype", others the older name
         "dtype": dtype,
     }
+    return with_multimodal_type(own)
 
 
 def _decoder_file_tensors(config: ModelConfig, tensors: LazyTensors) -> LazyTensors:

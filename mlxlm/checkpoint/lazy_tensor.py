@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,21 +54,24 @@ class LazyTensor:
             read=lambda: function(read()),
         )
 
-    def part(self, axis: int, index: int, count: int) -> LazyTensor:
-        """Return part `index` of `count` equal parts along `axis`. Of a tensor in a file, only that part is read."""
-        size = self.shape[axis] // count
-        where = (*[slice(None)] * (axis % len(self.shape)), slice(index * size, (index + 1) * size))
-        shape = tuple(size if i == axis % len(self.shape) else n for i, n in enumerate(self.shape))
-        whole = self.read
+    def part(self, axis: int, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
+        """Return the values in these ranges of `axis`, concatenated. Of a tensor in a file, only they are read."""
+        axis, whole = axis % len(self.shape), self.read
+        where = [(*[slice(None)] * axis, slice(*limits)) for limits in ranges]
+        size = sum(end - first for first, end in ranges)
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
 
         def read() -> mx.array:
             if isinstance(whole, FileTensor):
-                return whole.read_part(where)
-            value = mx.contiguous(whole()[where])
+                values = [whole.read_part(slices) for slices in where]
+            else:
+                array = whole()
+                values = [array[slices] for slices in where]
+            value = mx.contiguous(mx.concatenate(values, axis) if len(values) > 1 else values[0])
             mx.eval(value)  # a lazy one would keep the whole tensor until it is used
             return value
 
-        return replace(self, shape=shape, nbytes=self.nbytes // count, read=read)
+        return replace(self, shape=shape, nbytes=self.nbytes * size // self.shape[axis], read=read)
 
     def astype(self, dtype: mx.Dtype) -> LazyTensor:
         """Return a tensor that converts the array to `dtype`."""

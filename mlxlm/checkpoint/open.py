@@ -258,7 +258,8 @@ def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) ->
             raise CheckpointError(f"{folder}: {hf_name} occurs twice, with and without a prefix")
         if hf_name is not None:
             by_hf_name[hf_name] = tensor
-    for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for_mlx = config.quantization is not None or families.is_mlx_layout(config, shapes)
     mappings = families.weight_mappings(config, for_mlx=for_mlx) + families.kv_b_mappings(config)
     return to_decoder_weights(mappings, by_hf_name, str(folder))
 

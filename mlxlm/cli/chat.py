@@ -50,6 +50,7 @@ _CONTEXT_OVERFLOW = (
     "and stop elsewhere]"
 )
 _REASONING = "How to display reasoning. dim leaves it out if the output is not a terminal."
+_EFFORT = "How much to reason, if the chat template knows it.  [default: the model's]"
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
 _YES = "Don't ask before running tools or, without MODEL, before downloading the default model."
 _TOOLS = "Let the model call the functions in this file. Repeatable."
@@ -75,6 +76,7 @@ _display = partial(option, "Display")
 @_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW, advanced=True)
+@_conversation("--reasoning-effort", ["none", "low", "medium", "high"], _EFFORT, advanced=True)
 @_conversation("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
 @_conversation("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
@@ -161,6 +163,7 @@ def chat(
             "max_tokens": flags["max_tokens"],
             "chat_template": flags["chat_template"],
             "context_overflow": overflow and ("drop" if overflow == "drop" else "stop"),
+            "reasoning_effort": flags["reasoning_effort"],
             "kv": kv if is_given("size", "key_bits") else None,
             "speculation": speculation and speculation(),
         }
@@ -175,12 +178,7 @@ def chat(
     unnamed, cached = interactive and not flags["private"], flags["save_kv_cache"]
     keeper = autosave.Autosave(path, named=session is not None, cached=cached, unnamed=unnamed)
     repl = open_repl(
-        lm,
-        load_model,
-        autosave=keeper,
-        settings=settings,
-        chat_arguments=chat_arguments,
-        system_prompt=system_prompt,
+        lm, load_model, autosave=keeper, settings=settings, chat_arguments=chat_arguments, system_prompt=system_prompt
     )
     if verbose:
         memory_bandwidth()
@@ -237,6 +235,7 @@ def _answer_remotely(
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": with_files(message, files)})
     fields = {"model": model, "messages": messages, "max_tokens": flags["max_tokens"]}
+    fields["reasoning_effort"] = flags["reasoning_effort"]
     markdown = sys.stdout.isatty() if flags["markdown"] is None else flags["markdown"]
     screen = open_screen(flags["reasoning"], markdown)
     stream_from_server(server, given_options(options) | given_values(fields), screen)

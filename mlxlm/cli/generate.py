@@ -94,6 +94,7 @@ def generate(
     """  # noqa: D301 - click's form feed: --help ends there
     _check_flags(flags, prompt, jsonl, options, speculation is not None)
     from mlxlm.chat.chat_encoder import message_encoder
+    from mlxlm.generation.jsonl import EncodedPrompt
     from mlxlm.generation.request import encode_prompt
     from mlxlm.tokenizer import FillInTheMiddle
 
@@ -112,16 +113,16 @@ def generate(
         if not text:
             raise GenerationError("the message is empty", "some text to answer")
         messages = [{"role": "system", "content": flags["system_prompt"]}] if flags["system_prompt"] else []
-        ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
+        encoded = make_encoder(lm)([*messages, {"role": "user", "content": text}])
     elif flags["suffix"]:
         middle = FillInTheMiddle(lm.tokenizer)
-        ids, eos_token_ids = middle.encode(text, flags["suffix"]), lm.eos_token_ids | middle.end_token_ids
+        encoded = EncodedPrompt(middle.encode(text, flags["suffix"]), lm.eos_token_ids | middle.end_token_ids)
     else:
-        ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
+        encoded = EncodedPrompt(encode_prompt(lm, text), lm.eos_token_ids)
     options, cache_file = lm.generation_options(**given_options(options)), flags["prompt_cache_file"]
     if options.seed is not None and (speculation is not None or cache_file is not None):
         options = options.with_seed(options.seed)  # neither is used for a deterministic text
-    request = generation.Request(ids, options, eos_token_ids)
+    request = encoded.request(options)
     engine = generation.Engine(
         lm,
         kv=kv,

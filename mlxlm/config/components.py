@@ -108,7 +108,7 @@ FEED_FORWARDS = {
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
 # The other values, and the mixers that such layers have instead of attention.
-RECURRENT = {"conv": "short_conv", "linear_attention": "gated_delta"}
+RECURRENT = {"conv": "short_conv", "linear_attention": "gated_delta", "mamba": "mamba2"}
 DENSE, SPARSE = "dense", "sparse"  # values of `mlp_layer_types`
 ROUTERS = ("softmax", "sigmoid")
 

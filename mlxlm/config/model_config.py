@@ -66,15 +66,24 @@ class ModelConfig:
         partial_rotary_factor: Fraction of a head that is rotated.
         sliding_window: Number of tokens that a token attends to, including itself.
         layer_types: "sliding_attention" for layers with the window, "full_attention" for others, "conv" for gated short
-            convolutions instead of attention (LFM2), "linear_attention" for the gated delta rule (Qwen3-Next). None:
-            all layers have the window, if there is one.
+            convolutions instead of attention (LFM2), "linear_attention" for the gated delta rule (Qwen3-Next),
+            "mamba" for Mamba 2 (Granite 4). None: all layers have the window, if there is one.
         conv_L_cache: Taps of a short convolution.
+        conv_dim: Its channels. None: hidden_size.
         conv_bias: Biases of short convolutions and their projections.
         linear_num_value_heads: Heads of the gated delta rule.
         linear_num_key_heads: Its number of query and key heads, each for as many value heads.
         linear_key_head_dim: Size of its queries and keys.
         linear_value_head_dim: Size of its values.
         linear_conv_kernel_dim: Taps of the convolution before it.
+        mamba_n_heads: Heads of Mamba 2.
+        mamba_n_groups: Number of groups of heads with the same B and C, and of parts of its output that are normalized.
+        mamba_d_head: Size of a head.
+        mamba_d_state: Size of a head's B and C; a head's state has `mamba_d_state` x `mamba_d_head` values.
+        mamba_d_conv: Taps of the convolution before it.
+        mamba_conv_bias: Bias of this convolution.
+        mamba_proj_bias: Biases of its projections.
+        time_step_limit: Least and greatest time step of Mamba 2. None: no limits.
         attn_output_gate: The output of attention is multiplied by a gate (Qwen3-Next).
         qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
         clip_qkv: Queries, keys and values are clipped to this magnitude, before their positions (OLMo).
@@ -144,12 +153,21 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     conv_L_cache: int = 3
+    conv_dim: int | None = None
     conv_bias: bool = False
     linear_num_value_heads: int | None = None
     linear_num_key_heads: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int = 4
+    mamba_n_heads: int | None = None
+    mamba_n_groups: int = 1
+    mamba_d_head: int | None = None
+    mamba_d_state: int | None = None
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, float] | None = None
     attn_output_gate: bool = False
     qk_norm: str | None = None
     clip_qkv: float | None = None
@@ -197,7 +215,7 @@ class ModelConfig:
         if self.kv_lora_rank is not None and is_count(self.qk_nope_head_dim) and is_count(self.qk_rope_head_dim):
             object.__setattr__(self, "head_dim", self.qk_nope_head_dim + self.qk_rope_head_dim)
             explicit_head_dim = True
-        for name in ("layer_types", "rope_layers", "mlp_layer_types"):
+        for name in ("layer_types", "rope_layers", "mlp_layer_types", "time_step_limit"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         if problems := list(validate_config(self, explicit_head_dim)):
@@ -347,6 +365,13 @@ def _validate_fields(c: ModelConfig) -> Iterator[str]:
         yield f"partial_rotary_factor is {short_repr(c.partial_rotary_factor)}, it must be at most 1"
     if not is_count(c.position_offset) and c.position_offset != 0:
         yield f"position_offset is {short_repr(c.position_offset)}, it must be a whole number (0)"
+    match c.time_step_limit:
+        case None:
+            pass
+        case (low, high) if is_positive(high) and (low == 0 or is_positive(low)) and low <= high:
+            pass
+        case limit:
+            yield f"time_step_limit is {short_repr(limit)}, it must be two numbers, the least and the greatest, or null"
     if c.sliding_window is not None and not is_count(c.sliding_window):
         yield f"sliding_window is {short_repr(c.sliding_window)}, it must be a positive whole number or null"
 

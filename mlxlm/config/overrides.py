@@ -74,8 +74,9 @@ def apply_overrides(
     - `experts`: their number, of which each token uses 2 or `num_experts_per_tok`, as wide together as the feed-forward
       was; or none.
     - `mlp_layer_types`: all; a number n, which leaves the first n layers dense; or a JSON list.
-    - `layer_types`: all or alternating, the layers with the window; conv:n or linear_attention:n, in which each n-th
-      layer has attention, and the others a short convolution or the gated delta rule; or a JSON list.
+    - `layer_types`: all or alternating, the layers with the window; conv:n, linear_attention:n or mamba:n, in which
+      each n-th layer has attention, and the others a short convolution, the gated delta rule or Mamba 2; or a JSON
+      list.
     - `rope_layers`: all; a number n, which leaves each n-th layer without rotary positions; or a JSON list.
     - `rope_scaling`: TYPE:FACTOR or TYPE:FACTOR:LENGTH. TYPE is linear, ntk, dynamic, yarn or llama3; LENGTH is the
       original context (default: `max_position_embeddings`). ntk is a larger base, rope_theta · factor^(D / (D - 2)).
@@ -235,12 +236,32 @@ def _parse_layer_types(text: str, values: Values) -> Changes:
     """alternating: the first of each two layers has the window, as in Gemma 2. conv:n: each n-th has attention."""
     kind, _, interval = text.partition(":")
     if kind in RECURRENT and interval.isdecimal() and len(interval) < 6 and (n := int(interval)) > 0:
-        return {"layer_types": tuple(kind if (i + 1) % n else FULL for i in range(values["num_hidden_layers"]))}
+        sizes = {name: size for name, size in _recurrent_sizes(kind, values).items() if values[name] is None}
+        return sizes | {"layer_types": tuple(kind if (i + 1) % n else FULL for i in range(values["num_hidden_layers"]))}
     if text in ("none", "all"):
         return {"layer_types": None}
     if text == "alternating":
         return {"layer_types": tuple(FULL if i % 2 else SLIDING for i in range(values["num_hidden_layers"]))}
     return {"layer_types": _parse_json("layer_types", text, list, "all, alternating, conv:3, or a JSON list")}
+
+
+def _recurrent_sizes(kind: str, values: Values) -> Changes:
+    """The sizes of recurrent layers, if they aren't set.
+
+    Mamba 2 as in its paper: twice the width, heads of 64, and states of 128. The gated delta rule: those of attention.
+    """
+    if kind == "mamba":
+        inner = 2 * values["hidden_size"]
+        size = values["mamba_d_head"] or math.gcd(inner, 64)
+        return {"mamba_d_head": size, "mamba_n_heads": inner // size, "mamba_d_state": 128}
+    if kind == "linear_attention":
+        size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+        heads = values["linear_num_value_heads"] or values["num_attention_heads"]
+        return {
+            "linear_num_value_heads": heads, "linear_num_key_heads": heads, "linear_key_head_dim": size,
+            "linear_value_head_dim": size,
+        }  # fmt: skip
+    return {}
 
 
 def _parse_experts(text: str, values: Values) -> Changes:

@@ -28,7 +28,7 @@ class Matrix:
         bias: Whether it has a bias.
         experts: Number of such matrices, one for each expert.
         experts_per_token: How many of them multiply a token.
-        split: With tensor parallelism, each process has a part of its "outputs" or of its "inputs"; None: all of it.
+        blocks: The blocks that its outputs consist of, each of which tensor parallelism divides; (): one.
     """
 
     module: str
@@ -38,7 +38,7 @@ class Matrix:
     bias: bool
     experts: int = 1
     experts_per_token: int = 1
-    split: str | None = None
+    blocks: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -85,16 +85,14 @@ def attention(c: Config) -> Sublayer:
     hidden, d = c.hidden_size, c.head_dim
     queries, keys, bias = c.num_attention_heads * d, c.num_key_value_heads * d, c.attention_bias
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
-    gate = (
-        (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias, split="outputs"),) if c.attn_output_gate else ()
-    )
+    gate = (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias),) if c.attn_output_gate else ()
     return Sublayer(
         matrices=(
-            Matrix("self_attn.q_proj", "query", hidden, queries, bias, split="outputs"),
-            Matrix("self_attn.k_proj", "key", hidden, keys, bias, split="outputs"),
-            Matrix("self_attn.v_proj", "value", hidden, keys, bias, split="outputs"),
+            Matrix("self_attn.q_proj", "query", hidden, queries, bias),
+            Matrix("self_attn.k_proj", "key", hidden, keys, bias),
+            Matrix("self_attn.v_proj", "value", hidden, keys, bias),
             *gate,
-            Matrix("self_attn.o_proj", "output", queries, hidden, out_bias, split="inputs"),
+            Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
         ),
         activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
         biases=c.num_attention_heads if c.attention_sinks else 0,
@@ -165,15 +163,15 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
 
 def short_conv(c: Config) -> Sublayer:
     """A gated short convolution (LFM2)."""
-    hidden, taps, bias = c.hidden_size, c.conv_L_cache, c.conv_bias
+    hidden, channels, taps, bias = c.hidden_size, c.conv_dim or c.hidden_size, c.conv_L_cache, c.conv_bias
     return Sublayer(
         matrices=(
-            Matrix("conv.in_proj", "projections", hidden, 3 * hidden, bias),
-            Matrix("conv.conv", "convolution", taps, hidden, bias),  # of each channel by itself
-            Matrix("conv.out_proj", "output", hidden, hidden, bias),
+            Matrix("conv.in_proj", "projections", hidden, 3 * channels, bias, blocks=(channels,) * 3),
+            Matrix("conv.conv", "convolution", taps, channels, bias),  # of each channel by itself
+            Matrix("conv.out_proj", "output", channels, hidden, bias),
         ),
-        activations=6 * hidden,  # three projections, two products and the convolution
-        state_values=(taps - 1) * hidden,
+        activations=6 * channels,  # three projections, two products and the convolution
+        state_values=(taps - 1) * channels,
     )
 
 
@@ -188,7 +186,8 @@ def gated_delta(c: Config) -> Sublayer:
     return Sublayer(
         matrices=(
             *(Matrix(f"linear_attn.in_proj_{name}", "projections", hidden, n, False) for name, n in sizes.items()),
-            Matrix("linear_attn.conv1d", "convolution", taps, mixed, False),  # of each channel by itself
+            # Of each channel by itself.
+            Matrix("linear_attn.conv1d", "convolution", taps, mixed, False, blocks=(keys, keys, values)),
             Matrix("linear_attn.out_proj", "output", values, hidden, False),
         ),
         activations=3 * mixed + 4 * heads * key_dim + 6 * values,
@@ -197,6 +196,29 @@ def gated_delta(c: Config) -> Sublayer:
         state_values=(taps - 1) * mixed,
         float32_state_values=state,
         state_flops=6 * state,  # read by the key, corrected, and read by the query
+    )
+
+
+def mamba2(c: Config) -> Sublayer:
+    """Mamba 2."""
+    hidden, heads, taps, bias = c.hidden_size, c.mamba_n_heads, c.mamba_d_conv, c.mamba_proj_bias
+    inner, state = heads * c.mamba_d_head, heads * c.mamba_d_head * c.mamba_d_state
+    keys = c.mamba_n_groups * c.mamba_d_state
+    convolved = inner, keys, keys
+    projected, mixed = (inner, *convolved, heads), sum(convolved)
+    return Sublayer(
+        matrices=(
+            Matrix("mamba.in_proj", "projections", hidden, sum(projected), bias, blocks=projected),
+            # Of each channel by itself.
+            Matrix("mamba.conv1d", "convolution", taps, mixed, c.mamba_conv_bias, blocks=convolved),
+            Matrix("mamba.out_proj", "output", inner, hidden, bias),
+        ),
+        activations=4 * mixed + 7 * inner,
+        norms=inner,
+        biases=3 * heads,  # of the time steps, the decay, and the factor of the input in the output
+        state_values=(taps - 1) * mixed,
+        float32_state_values=state,
+        state_flops=4 * state,  # written and read
     )
 
 
@@ -228,11 +250,10 @@ def experts(c: Config) -> Sublayer:
 
 def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_per_token: int = 1) -> tuple[Matrix, ...]:
     hidden = c.hidden_size
-    gate = ((f"{name}.gate_proj", hidden, inner, "outputs"),) if c.mlp_gated else ()
-    up_and_down = (f"{name}.up_proj", hidden, inner, "outputs"), (f"{name}.down_proj", inner, hidden, "inputs")
+    gate = ((f"{name}.gate_proj", hidden, inner),) if c.mlp_gated else ()
     return tuple(
-        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token, split)
-        for module, inputs, outputs, split in (*gate, *up_and_down)
+        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token)
+        for module, inputs, outputs in (*gate, (f"{name}.up_proj", hidden, inner), (f"{name}.down_proj", inner, hidden))
     )
 
 
@@ -241,8 +262,18 @@ MIXERS: dict[str, Callable[[Config], Sublayer]] = {
     "latent_attention": latent_attention,
     "short_conv": short_conv,
     "gated_delta": gated_delta,
+    "mamba2": mamba2,
 }
 MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
+
+
+# The sizes of recurrent layers; the second divides the first.
+_RECURRENT_SIZES = {
+    "linear_attention": (
+        "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
+    ),
+    "mamba": ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state"),
+}  # fmt: skip
 
 
 def validate_layer_types(c: Config) -> Iterator[str]:
@@ -256,11 +287,10 @@ def validate_layer_types(c: Config) -> Iterator[str]:
         yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
     elif RECURRENT.keys() >= set(c.layer_types):
         yield f"layer_types has no layer with attention ({FULL})"
-    elif "linear_attention" in c.layer_types:
-        names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
-        bad = [f"{name} is {short_repr(value)}" for name in names if not is_count(value := getattr(c, name))]
-        heads, key_heads = c.linear_num_value_heads, c.linear_num_key_heads
-        if bad:
-            yield f"{', '.join(bad)}, layers with linear_attention need a positive whole number"
-        elif heads % key_heads:
-            yield f"linear_num_key_heads {key_heads} does not divide linear_num_value_heads {heads}"
+    else:
+        for kind, names in _RECURRENT_SIZES.items():
+            bad = [f"{name} is {short_repr(value)}" for name in names if not is_count(value := getattr(c, name))]
+            if kind in c.layer_types and bad:
+                yield f"{', '.join(bad)}, layers with {kind} need a positive whole number"
+            elif kind in c.layer_types and getattr(c, names[0]) % getattr(c, names[1]):
+                yield f"{names[1]} {getattr(c, names[1])} does not divide {names[0]} {getattr(c, names[0])}"

@@ -18,6 +18,7 @@ from mlxlm.families.config_conversion import (
     text_part,
     text_tensor_name,
     unsupported_feature,
+    with_multimodal_type,
 )
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES, mlx_lm_mismatch
@@ -54,4 +55,5 @@ __all__ = [
     "text_tensor_name",
     "unsupported_feature",
     "weight_mappings",
+    "with_multimodal_type",
 ]

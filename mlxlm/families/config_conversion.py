@@ -35,6 +35,8 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     **{name: name for name in ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")},
 }
+# Fields that may also be outside of the configuration of the language model.
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size")
 # Language models of models with images that are those of a family; for texts, all of M-RoPE's positions are the same.
 _SAME_MODELS = {
     "qwen2_vl_text": "qwen2",
@@ -76,9 +78,12 @@ def unsupported_feature(values: HFConfig) -> str | None:
     method = get_quant_method(values)
     if method and method not in SUPPORTED_QUANT_METHODS:
         return f"quantization by {method!r}"
-    types = values.get("layer_types")
-    if isinstance(types, list):
-        kinds = {SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads"}
+    types = family.read_extra(values).get("layer_types", values.get("layer_types"))
+    if isinstance(types, list | tuple):
+        kinds = {
+            SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads",
+            "mamba": "mamba_n_heads",
+        }  # fmt: skip
         if missing := [kind for kind, name in kinds.items() if kind in types and not family.hf_names(name)]:
             return f"layer_types with {missing[0]} in a {model_type} model"
     activation = _activation(values, family)
@@ -92,14 +97,26 @@ def text_part(values: HFConfig) -> HFConfig:
     text = values.get("text_config") if isinstance(values, Mapping) else None
     if not isinstance(text, Mapping) or values.get("model_type") in FAMILIES or unsupported_feature(text):
         return values
-    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size")
-    outer = {name: values[name] for name in shared if values.get(name) is not None and text.get(name) is None}
+    outer = {name: values[name] for name in _SHARED if values.get(name) is not None and text.get(name) is None}
     if isinstance(quantization := get_quantization_config(values), Mapping):
         outer["quantization"] = {(text_tensor_name(f"{k}.") or f"{k}.")[:-1]: v for k, v in quantization.items()}
     elif get_quant_method(values):
         outer["quantization_config"] = values["quantization_config"]
     result = {**text, **outer}
     return values if unsupported_feature(result) else result
+
+
+def with_multimodal_type(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `text_part`, for language models that are saved as those of a model with images."""
+    family = FAMILIES[values["model_type"]]
+    if not family.multimodal_type:
+        return values
+    text, outer = dict(values), {name: values[name] for name in ("torch_dtype", "dtype", *_SHARED) if name in values}
+    outer["architectures"] = text.pop("architectures")
+    for name in ("quantization", "quantization_config"):
+        if settings := text.pop(name, None):
+            outer[name] = {k if k in _QUANTIZATION_FIELDS else f"language_model.{k}": v for k, v in settings.items()}
+    return {**outer, "model_type": family.multimodal_type, "text_config": text}
 
 
 def text_tensor_name(name: str) -> str | None:

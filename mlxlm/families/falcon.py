@@ -63,7 +63,7 @@ def _write_extra(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _layer_norms(config: ModelConfig) -> dict[str, str]:
+def _layer_norms(config: ModelConfig, for_mlx: bool = False) -> dict[str, str]:
     if _has_two_norms(config):
         return {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"}
     return same_names("input_layernorm", "post_attention_layernorm")

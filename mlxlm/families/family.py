@@ -26,6 +26,8 @@ class Family:
         read_extra: Fields that `fields` can't express: Hugging Face's values -> ModelConfig's.
         write_extra: The inverse of `read_extra`.
         find_unsupported: Names a feature of a `config.json` that the decoder doesn't implement, or returns None.
+        multimodal_type: The `model_type` of models with images whose language model this is. It is saved as one of
+            those, since mlx_lm has no model of `model_type`. "": it is saved by itself.
         prefix: Prefix of all tensor names except the head's.
         other_prefixes: Prefixes that some files have instead.
         layers: Name of the list of layers, after `prefix`.
@@ -35,18 +37,21 @@ class Family:
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
-            are stacks of all experts, `[E, in, out]`, in which the outputs of several modules alternate.
-        extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
-        interleaved: Fused modules of a layer whose parts are interleaved -> the field with the number of groups.
+            are stacks of all experts, `[E, out, in]`, or `[E, in, out]` if `transposed`.
+        extra_layer_modules: Entries of `layer_modules` that depend on the configuration; those of mlx_lm, if the second
+            argument is true.
+        interleaved: Fused modules or tensors of a layer whose parts are interleaved -> the field with the number of
+            groups.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
-        transposed: Modules of a layer whose weight is `[in, out]`.
+        transposed: Modules or tensors of a layer whose weight is `[in, out]`.
         fused_kv_b: Programs whose files have the `kv_b_proj` of latent attention instead of its two parts:
             "transformers", "mlx_lm".
         has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
         mlx_lm_mismatch: Describes what mlx_lm's class lacks or computes instead of a configuration, or returns None.
         mlx_lm_adds_one: mlx_lm stores the weights of norms plus 1, the file and the decoder without.
-        mlx_lm_names: Modules of a layer in the file -> their names in mlx_lm, where they differ.
+        mlx_lm_names: Modules of a layer in the file -> their names in mlx_lm, where they differ; several, separated by
+            spaces, if mlx_lm doesn't fuse them.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
         ignored_suffixes: Suffixes of tensors that aren't parameters.
         ignored_prefixes: Their prefixes.
@@ -60,6 +65,7 @@ class Family:
     read_extra: Callable[[HFConfig], Mapping[str, Any]] = lambda values: {}
     write_extra: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
     find_unsupported: Callable[[HFConfig], str | None] = lambda values: None
+    multimodal_type: str = ""
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ("",)
     layers: str = "layers"
@@ -67,7 +73,7 @@ class Family:
     top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
     layer_modules: Mapping[str, str] = field(default_factory=dict)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
+    extra_layer_modules: Callable[[ModelConfig, bool], Mapping[str, str]] = lambda config, for_mlx: {}
     interleaved: Mapping[str, str] = field(default_factory=dict)
     has_local_rope: bool = False
     rope_interleaved: bool = False
@@ -89,12 +95,13 @@ class Family:
     @property
     def mlx_lm_layer_modules(self) -> dict[str, str]:
         """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
-        return {
-            name.partition("experts.*")[0] + modules.removeprefix("mlp.")
-            if "*" in name
-            else self.mlx_lm_names.get(name, name): modules
-            for name, modules in self.layer_modules.items()
-        }
+        result: dict[str, str] = {}
+        for name, modules in self.layer_modules.items():
+            names = self.mlx_lm_names.get(name, name).split()
+            if "*" in name:
+                names = [name.partition("experts.*")[0] + modules.removeprefix("mlp.")]
+            result |= dict(zip(names, modules.split() if len(names) > 1 else [modules], strict=True))
+        return result
 
 
 def same_names(*names: str) -> dict[str, str]:

@@ -64,5 +64,7 @@ GPT_OSS = Family(
         for name, modules in _PROJECTIONS.items()
         for suffix, parameter in _PARAMETERS.items()
     },
+    interleaved={f"mlp.experts.gate_up_proj{suffix}": "moe_intermediate_size" for suffix in _PARAMETERS},
+    transposed=frozenset(f"mlp.experts.{name}" for name in _PROJECTIONS),
     mlx_lm_mismatch=_mlx_lm_mismatch,
 )

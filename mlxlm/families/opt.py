@@ -31,7 +31,7 @@ def _find_unsupported(values: HFConfig) -> str | None:
     )
 
 
-def _layer_norms(config: ModelConfig) -> dict[str, str]:
+def _layer_norms(config: ModelConfig, for_mlx: bool = False) -> dict[str, str]:
     if config.norm_placement == "post":
         return {"self_attn_layer_norm": "post_attention_layernorm", "final_layer_norm": "post_feedforward_layernorm"}
     return {"self_attn_layer_norm": "input_layernorm", "final_layer_norm": "post_attention_layernorm"}

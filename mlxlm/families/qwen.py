@@ -1,10 +1,11 @@
 """Qwen 2 (biased query, key and value projections) and Qwen 3 (query and key norms), dense and with experts.
 
-Qwen3-Next has the gated delta rule in most layers, and gated attention.
+Qwen3-Next and Qwen 3.5 have the gated delta rule in most layers, and gated attention.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mlxlm.config import ModelConfig
@@ -147,7 +148,7 @@ QWEN3_MOE = Family(
 _LINEAR = "linear_attention"
 
 
-def _read_qwen3_next(values: HFConfig) -> dict[str, Any]:
+def _read_linear_layers(values: HFConfig) -> dict[str, Any]:
     types, count, interval = (
         values.get(name) for name in ("layer_types", "num_hidden_layers", "full_attention_interval")
     )
@@ -155,17 +156,17 @@ def _read_qwen3_next(values: HFConfig) -> dict[str, Any]:
         interval = interval if isinstance(interval, int) and interval > 0 else 4
         types = [_LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
     all_full = isinstance(types, list) and set(map(str, types)) == {FULL}
-    return {"layer_types": None if all_full else types, **_read_dense_layers(values)}
+    return {"layer_types": None if all_full else types}
 
 
-def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+def _write_linear_layers(config: ModelConfig) -> dict[str, Any]:
     """mlx_lm reads the interval instead of the types."""
     types = list(config.layer_types or (FULL,) * config.num_hidden_layers)
     interval = types.index(FULL) + 1 if FULL in types else len(types)
-    return {"layer_types": types, "full_attention_interval": interval, **_write_dense_layers(config)}
+    return {"layer_types": types, "full_attention_interval": interval}
 
 
-def _qwen3_next_mismatch(config: ModelConfig) -> str | None:
+def _linear_layers_mismatch(config: ModelConfig) -> str | None:
     types = config.layer_types or ()
     interval = types.index(FULL) + 1 if FULL in types else 0
     if all((kind == FULL) == ((layer + 1) % interval == 0) for layer, kind in enumerate(types) if interval):
@@ -173,54 +174,105 @@ def _qwen3_next_mismatch(config: ModelConfig) -> str | None:
     return f"has attention in layers that are a multiple of {interval}, this model in others"
 
 
-_LINEAR_FIELDS = same_names(
-    "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)  # fmt: skip
+def _unsupported_linear_layers(values: HFConfig) -> str | None:
+    return first_unexpected(values, hidden_act="silu", attn_output_gate=True)
 
-QWEN3_NEXT = Family(
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
-    {
-        **LLAMA_FIELDS,
-        **_EXPERT_FIELDS,
-        **_LINEAR_FIELDS,
-        **same_names(
-            "head_dim", "attention_bias", "layer_types", "partial_rotary_factor", "shared_expert_intermediate_size"
-        ),
-    },
+
+_LINEAR_VALUES = {"qk_norm": "head", "norm_unit_offset": True, "attn_output_gate": True}
+_LINEAR_MODULES = {
+    "self_attn.q_proj": "self_attn.q_proj self_attn.gate_proj",
+    **same_names("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+}
+
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    LLAMA_FIELDS
+    | same_names(
+        "head_dim", "attention_bias", "layer_types", "partial_rotary_factor",
+        "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    ),
     defaults={
-        "intermediate_size": 5632,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 32768,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4,
         "head_dim": 256,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "linear_num_value_heads": 32,
         "linear_num_key_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
-    fixed_values={"qk_norm": "head", "norm_unit_offset": True, "attn_output_gate": True, "shared_expert_gate": True},
-    read_extra=_read_qwen3_next,
-    write_extra=_write_qwen3_next,
-    find_unsupported=lambda values: first_unexpected(values, hidden_act="silu") or _unsupported_experts(values),
+    fixed_values=_LINEAR_VALUES,
+    read_extra=_read_linear_layers,
+    write_extra=_write_linear_layers,
+    find_unsupported=_unsupported_linear_layers,
+    multimodal_type="qwen3_5",
+    other_prefixes=("", "model.language_model."),
     layer_modules={
+        **_LINEAR_MODULES,
+        "linear_attn.in_proj_qkv": " ".join(f"linear_attn.in_proj_{name}" for name in "qkv"),
+    },
+    interleaved={"self_attn.q_proj": "num_attention_heads"},
+    mlx_lm_mismatch=_linear_layers_mismatch,
+    mlx_lm_adds_one=True,
+    ignored_prefixes=("mtp.",),
+)  # fmt: skip
+
+_STACK = "mlp.switch_mlp.{}_proj.weight"
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    fields={
+        **QWEN3_5.fields,
+        "num_experts": NUM_EXPERTS,
+        **same_names("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    },
+    defaults={
+        **QWEN3_5.defaults,
+        "intermediate_size": 5632,  # of no layer
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed_values={**_LINEAR_VALUES, "shared_expert_gate": True},
+    multimodal_type="qwen3_5_moe",
+    layer_modules={**QWEN3_5.layer_modules, **EXPERTS},
+    layer_tensors={
+        "mlp.experts.gate_up_proj": f"{_STACK.format('gate')} {_STACK.format('up')}",
+        "mlp.experts.down_proj": _STACK.format("down"),
+    },
+)
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    {**QWEN3_5.fields, **_EXPERT_FIELDS, **same_names("shared_expert_intermediate_size")},
+    defaults={
+        **QWEN3_5_MOE.defaults,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
+    fixed_values=QWEN3_5_MOE.fixed_values,
+    read_extra=lambda values: {**_read_linear_layers(values), **_read_dense_layers(values)},
+    write_extra=lambda config: {**_write_linear_layers(config), **_write_dense_layers(config)},
+    find_unsupported=lambda values: _unsupported_linear_layers(values) or _unsupported_experts(values),
+    layer_modules={
+        **_LINEAR_MODULES,
         **EXPERTS,
-        "self_attn.q_proj": "self_attn.q_proj self_attn.gate_proj",
         "linear_attn.in_proj_qkvz": " ".join(f"linear_attn.in_proj_{name}" for name in "qkvz"),
         "linear_attn.in_proj_ba": "linear_attn.in_proj_b linear_attn.in_proj_a",
-        **same_names("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
     },
     interleaved={
         "self_attn.q_proj": "num_attention_heads",
         "linear_attn.in_proj_qkvz": "linear_num_key_heads",
         "linear_attn.in_proj_ba": "linear_num_key_heads",
     },
-    mlx_lm_mismatch=_qwen3_next_mismatch,
+    mlx_lm_mismatch=_linear_layers_mismatch,
     mlx_lm_adds_one=True,
     ignored_prefixes=("mtp.",),
 )

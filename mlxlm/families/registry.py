@@ -17,7 +17,7 @@ from mlxlm.families.glm import GLM, GLM4, GLM4_MOE
 from mlxlm.families.gpt2 import GPT2
 from mlxlm.families.gpt_neox import GPT_NEOX
 from mlxlm.families.gpt_oss import GPT_OSS
-from mlxlm.families.granite import GRANITE
+from mlxlm.families.granite import GRANITE, GRANITE_HYBRID
 from mlxlm.families.lfm2 import LFM2, LFM2_MOE
 from mlxlm.families.llama import LLAMA
 from mlxlm.families.mistral import MINISTRAL, MISTRAL
@@ -27,7 +27,7 @@ from mlxlm.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from mlxlm.families.opt import OPT
 from mlxlm.families.phi import PHI
 from mlxlm.families.phi3 import PHI3
-from mlxlm.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from mlxlm.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from mlxlm.families.seed_oss import SEED_OSS
 from mlxlm.families.smollm3 import SMOLLM3
 from mlxlm.families.stablelm import STABLELM
@@ -39,7 +39,7 @@ _ORDER = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
     MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
-    LFM2, LFM2_MOE, QWEN3_NEXT,
+    LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GRANITE_HYBRID,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

@@ -26,8 +26,7 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
     **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
     **dict.fromkeys(("glm", "glm4_moe", "phi"), {_PARTIAL: 0.5}),
-    "qwen3_next": {_PARTIAL: 0.25},
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), {_PARTIAL: 0.25}),
     **dict.fromkeys(("lfm2", "lfm2_moe", "mixtral", "phimoe"), {_THETA: 1e6}),
     "smollm3": {_THETA: 2e6},
     "gpt_oss": {_THETA: 1.5e5},
@@ -168,7 +167,7 @@ def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
 def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, Any]:
     """The inverse of `read_rope`, in both the old and the new form."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
-    if config.partial_rotary_factor != 1:
+    if config.partial_rotary_factor != 1 or _PARTIAL in _DEFAULTS.get(config.model_type, ()):
         scaling[_PARTIAL] = config.partial_rotary_factor
     parameters = {**scaling, _THETA: config.rope_theta}
     if has_local_rope:

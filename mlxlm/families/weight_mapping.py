@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -71,7 +71,7 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
     layer_modules = family.mlx_lm_layer_modules if for_mlx else dict(family.layer_modules)
-    layer_modules |= family.extra_layer_modules(config)
+    layer_modules |= family.extra_layer_modules(config, for_mlx)
     if family.rope_interleaved:
         layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
     matrices = {
@@ -103,14 +103,16 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             rows = tuple(matrices[module].outputs for module in modules)
             field = family.interleaved.get(name.removeprefix(family.prefix).split(".", 2)[-1])
             groups = getattr(config, field) if field else 1
-            mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
+            stacked = ".switch_mlp." in modules[0]
+            mappings.append(WeightMapping(stored, modules, rows, groups, transposed, stacked=stacked))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
     for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
         rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
         full_name = f"{family.prefix}{family.layers}.{i}.{name}"
-        mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
+        groups = getattr(config, family.interleaved[name]) if name in family.interleaved else 1
+        mappings.append(WeightMapping(full_name, tensors, rows, groups, name in family.transposed, stacked=True))
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
         mappings += kv_b_mappings(config)
     return mappings
@@ -153,10 +155,20 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     return name
 
 
-def is_mlx_layout(config: ModelConfig, names: Iterable[str]) -> bool:
-    """Whether tensor names are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`."""
+def is_mlx_layout(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether tensors are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`.
+
+    Args:
+        config: Configuration of the model.
+        shapes: Shape of each tensor, by its name in the file. A convolution's is `[C, taps, 1]` in MLX.
+    """
     own_names = bool(family_of(config).mlx_lm_prefixes)
-    return any(".switch_mlp." in name or (own_names and name.startswith("model.")) for name in names)
+    return any(
+        ".switch_mlp." in name
+        or (own_names and name.startswith("model."))
+        or (name.endswith(".conv1d.weight") and len(shape) == 3 and shape[1] > shape[2])
+        for name, shape in shapes.items()
+    )
 
 
 def decoder_modules(family: Family, name: str) -> tuple[str, ...]:

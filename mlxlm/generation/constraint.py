@@ -297,8 +297,9 @@ def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: f
     if not eos_ids:  # llguidance needs one: an id beyond the logits
         eos_ids = [vocab_size]
         tokens.append(b"")
-    special_ids = {id for id in tokenizer.special_tokens.values() if id < vocab_size}
-    wrapper: Any = _TokenizerWrapper(tokenizer, tokens, eos_ids, special_ids.union(eos_ids))
+    # An end token isn't special in llguidance: of two, it would allow the second where any special token may follow.
+    special_ids = {id for id in tokenizer.special_tokens.values() if id < vocab_size and id not in eos_ids}
+    wrapper: Any = _TokenizerWrapper(tokenizer, tokens, eos_ids, special_ids)
     return llguidance.LLTokenizer(wrapper, eos_token=eos_ids)
 
 

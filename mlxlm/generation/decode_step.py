@@ -328,7 +328,7 @@ def _window(cache: KVCache | RecurrentCache) -> int | None:
 
 def _recurrent_state(kind: type, arrays: list[mx.array]) -> Any:
     """The cache of a recurrent layer of mlx_lm's model, with these arrays."""
-    state = kind(len(arrays))
+    state = kind([None] * len(arrays))
     state.end_step(arrays)
     return state
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions
+from mlxlm.cache.recurrent_cache import MAX_UNDO, RecurrentCache
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import async_eval
 from mlxlm.generation.loaded_model import LoadedModel
@@ -72,6 +73,8 @@ def max_trimmable_tokens(caches: Sequence[Any], n: int) -> int:
 def _max_trimmable(cache: Any, n: int) -> int:
     if isinstance(cache, KVCache):
         return n if cache.max_update_size is None else cache.max_update_size
+    if isinstance(cache, RecurrentCache):
+        return cache.max_partial
     if not cache.is_trimmable():
         return 0
     # A rotating cache of mlx_lm can no longer be trimmed once it is full.
@@ -178,7 +181,7 @@ class DraftModel:
         if not max_trimmable_tokens(draft_context.caches, 1):
             raise GenerationError(
                 f"the cache of the draft model {self.lm.path} can't be trimmed",
-                "a draft model with attention in all layers",
+                "a draft model that mlxlm runs itself",
             )
         return _DraftModelState(draft_context, prompt, context_length if kv.size is None else None, self._release)
 
@@ -237,6 +240,9 @@ class _DraftModelState:
             ids.extend(unread)
             unread.clear()
             count = min(count, 1 + max_trimmable_tokens(context.caches, count - 1))
+            for cache in context.caches:
+                if isinstance(cache, RecurrentCache):
+                    cache.max_undo = max(MAX_UNDO, count)
             while len(draft) < count and token is not None:
                 token = self._sample(token, sampler, vocab_size, draft)
             self._draft = mx.concatenate(draft)

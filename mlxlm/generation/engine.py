@@ -168,7 +168,7 @@ class Engine:
         text = Text(self.lm, request, self.kv, limit)
         if length >= limit:
             problem = f"the prompt is too long: {length} tokens, and memory has room for {max(0, limit - 1)}"
-            raise PromptTooLongError(problem, "a larger `max_memory`, or `key_bits=8`", is_operator_hint=True)
+            raise PromptTooLongError(problem, "fewer tokens, a larger `max_memory`, or `key_bits=8`")
         if memory.reserved_bytes(length) > memory.max_bytes:
             limit = memory.max_tokens(memory.max_bytes)
             problem = f"the prompt has {length} tokens; while other models are loaded, memory has room for {limit}"

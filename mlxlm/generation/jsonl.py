@@ -19,6 +19,7 @@ from mlxlm.config.option import non_default_fields
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request import Request, encode_prompt
+from mlxlm.generation.sampling_functions import SamplingFunctions
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from mlxlm.utils.json_files import parse_json_object
@@ -28,7 +29,29 @@ MAX_NUM_SAMPLES = 100_000
 
 Id = str | int | float
 Messages = list[dict[str, str]]  # each with "role" and "content"
-EncodedPrompt = tuple[Sequence[int], frozenset[int] | None]  # ids, and the end tokens, None for the model's
+
+
+class EncodedPrompt(NamedTuple):
+    """An encoded prompt, with what its text needs.
+
+    Attributes:
+        ids: The prompt.
+        eos_token_ids: See `Request`.
+        skip_special_tokens: See `Request`.
+        start_of_answer: What follows the prompt if the text is constrained, so that it doesn't begin with reasoning.
+    """
+
+    ids: Sequence[int]
+    eos_token_ids: frozenset[int] | None = None
+    skip_special_tokens: bool = True
+    start_of_answer: Sequence[int] = ()
+
+    def request(self, options: GenerationOptions, functions: SamplingFunctions | None = None) -> Request:
+        """Return the request for a text."""
+        prompt = [*self.ids, *self.start_of_answer] if options.constraint and self.start_of_answer else self.ids
+        skip = self.skip_special_tokens
+        return Request(prompt, options, self.eos_token_ids, functions=functions, skip_special_tokens=skip)
+
 
 _ROLES = ("system", "user", "assistant")
 EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
@@ -142,11 +165,11 @@ class RequestReader:
             self._check_unique(request_id, number)
             num_samples = _check_num_samples(value.get("num_samples", self._num_samples))
             options = self._options(value)
-            prompt, eos_token_ids = self._prompt_encoder.encode(value)
+            encoded = self._prompt_encoder.encode(value)
         except MlxlmError as error:
             raise BadRequest(number, request_id, error.message, error.hint) from error
         has_own_seed = value.get("seed") is not None and num_samples == 1
-        request = Request(prompt, options, eos_token_ids)
+        request = encoded.request(options)
         digest = self._digest(request, has_own_seed)
         results = [self._done(request_id, sample) for sample in range(num_samples)]
         if any(result not in (None, digest) for result in results):
@@ -254,7 +277,7 @@ class PromptEncoder:
             if not self._as_chat and (system_prompt is not None or self._system_prompt):
                 raise GenerationError("a prompt without a chat can't have a system prompt", "messages, or --chat")
             if not is_chat:
-                return self._encode_prompt(prompt), None
+                return EncodedPrompt(self._encode_prompt(prompt))
             if not prompt:
                 raise GenerationError("the message is empty", "some text to answer")
             messages = [{"role": "user", "content": prompt}]

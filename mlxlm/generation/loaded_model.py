@@ -18,7 +18,7 @@ from mlxlm.checkpoint.download import find_catalog_entry
 from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
-from mlxlm.checkpoint.tensor_parallel import split_checkpoint
+from mlxlm.checkpoint.tensor_parallel import shard_with_mlx_lm, split_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.logit_filters import FilterOptions
@@ -189,8 +189,8 @@ def load(path: Path | str, adapter: Path | str | None = None, process_group: Pro
         ConfigError: For an invalid configuration or generation_config.json.
         TokenizerError: For an invalid tokenizer.
     """
-    source: checkpoint.AnyCheckpoint = checkpoint.open_checkpoint(path, adapter)
-    if process_group is not None:
+    source = whole = checkpoint.open_checkpoint(path, adapter)
+    if process_group is not None and isinstance(source, checkpoint.Checkpoint):
         source = split_checkpoint(source, process_group.rank, process_group.size)
     model, config = checkpoint.load_checkpoint(source)
     text_tokenizer = source.load_tokenizer()
@@ -199,8 +199,10 @@ def load(path: Path | str, adapter: Path | str | None = None, process_group: Pro
             f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
-    if process_group is not None:
-        model.split(process_group)
+    if process_group is not None and isinstance(whole, checkpoint.Checkpoint):
+        model.split(process_group, whole.config)
+    elif process_group is not None:
+        shard_with_mlx_lm(model, process_group, source.path)
     converts = device.emulates_bfloat16() and isinstance(model, Decoder) and process_group is None
     if converts and not convert_to_float16(model, text_tokenizer.encode(_SAMPLE)):
         model, config = checkpoint.load_checkpoint(source)

@@ -31,6 +31,7 @@ class Request:
         snapshot_at: Where in the prompt a later one may differ from it, in tokens, such as the start of the last
             message. Caches that can't be trimmed (sliding windows, rotating caches) can return there.
         functions: The caller's functions that take part in sampling; the text is decoded by itself then.
+        skip_special_tokens: Whether special tokens aren't part of the text, unless a grammar asks for them.
     """
 
     prompt: Sequence[int]
@@ -38,6 +39,7 @@ class Request:
     eos_token_ids: frozenset[int] | None = None
     snapshot_at: int | None = None
     functions: SamplingFunctions | None = None
+    skip_special_tokens: bool = True
 
     def sample(self, id: str, number: int) -> Request:
         """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
@@ -47,14 +49,18 @@ class Request:
         """The request for JSON, without `functions`; see `from_dict`."""
         ends = None if self.eos_token_ids is None else sorted(self.eos_token_ids)
         options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        return {"prompt": list(self.prompt), "options": options, "eos_token_ids": ends, "snapshot_at": self.snapshot_at}
+        others = {"snapshot_at": self.snapshot_at, "skip_special_tokens": self.skip_special_tokens}
+        return {"prompt": list(self.prompt), "options": options, "eos_token_ids": ends, **others}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The request that `to_dict` has converted."""
         ends = values["eos_token_ids"]
-        options = GenerationOptions(**values["options"])
-        return cls(values["prompt"], options, None if ends is None else frozenset(ends), values["snapshot_at"])
+        converted = {
+            "options": GenerationOptions(**values["options"]),
+            "eos_token_ids": None if ends is None else frozenset(ends),
+        }
+        return cls(**{**values, **converted})
 
     def compile_grammar(self, lm: LoadedModel) -> Grammar | None:
         """Compile the constraint of the options, if there is one. Raises GenerationError as `Grammar.compile`."""

@@ -78,7 +78,8 @@ class Text(Row):
         self._limit_reason: FinishReason = "length" if self.limit == options.max_tokens else "context"
         self._eos_token_ids = lm.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
         # Special tokens that a grammar asks for, such as the markup of tool calls, are part of the text.
-        self._tokenizer, self._skip_special_tokens = lm.tokenizer, options.grammar is None
+        self._tokenizer = lm.tokenizer
+        self._skip_special_tokens = request.skip_special_tokens and options.grammar is None
         self._detokenizer = lm.tokenizer.detokenizer(skip_special_tokens=self._skip_special_tokens)
         self._stop_strings = StopStrings(options.stop)
         self._empty = True  # no token has added a byte yet

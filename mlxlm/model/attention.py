@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention, masked_attention, prepare_masked_attention, qk_norm_rope
 from mlxlm.model.linear import FusedLinear, Linear
-from mlxlm.model.norms import RMSNorm
+from mlxlm.model.norms import RMSNorm, split_rms_norm
 from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
 
 
@@ -48,13 +49,15 @@ class Attention(nn.Module):
         self._slope_scale = self.scale if config.alibi_scaled else 1.0
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads, self._slope_scale)
+        self._process_group: ProcessGroup | None = None  # see `split`
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
 
-    def split(self, rank: int, size: int) -> None:
-        """Be part `rank` of `size` equal parts of the heads: each head keeps its ALiBi slope."""
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
+        """Have the part of the heads that this process has: each head keeps its ALiBi slope."""
+        self._process_group, rank = process_group, process_group.rank
         if self._slopes is not None:
-            slopes = alibi_slopes(size * self.heads, self._slope_scale)
+            slopes = alibi_slopes(process_group.size * self.heads, self._slope_scale)
             self._slopes = slopes[rank * self.heads : (rank + 1) * self.heads]
 
     def fuse(self) -> None:
@@ -120,7 +123,7 @@ class Attention(nn.Module):
         H, K, D = self.heads, self.kv_heads, self.head_dim
         if self.qk_norm == "projection":
             queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
-            projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
+            projected = mx.concatenate([*self._norm_projections(queries, keys), values], axis=-1)
         projected = self._clipped(projected)
         norms, eps = None, 0.0
         if self.qk_norm == "head":
@@ -150,7 +153,7 @@ class Attention(nn.Module):
 
         queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm == "projection":
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries, keys = self._norm_projections(queries, keys)
         queries, keys, values = map(self._clipped, (queries, keys, values))
         queries, keys, values = split(queries, self.heads), split(keys, self.kv_heads), split(values, self.kv_heads)
         if self.qk_norm == "head":
@@ -168,6 +171,15 @@ class Attention(nn.Module):
         )  # fmt: skip
         gate = self.gate_proj(x) if "gate_proj" in self else None
         return self.o_proj(_gated(out.swapaxes(1, 2).reshape(B, T, -1), gate))
+
+    def _norm_projections(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Normalize over all heads, also those of other processes, which have the same number of queries and keys."""
+        if self._process_group is None:
+            return self.q_norm(queries), self.k_norm(keys)
+        normalized = split_rms_norm([queries, keys], self.q_norm.eps, self._process_group)
+        dtype, scales = queries.dtype, (self.q_norm.scale, self.k_norm.scale)
+        queries, keys = ((x * scale).astype(dtype) for x, scale in zip(normalized, scales, strict=True))
+        return queries, keys
 
     def _clipped(self, x: mx.array) -> mx.array:
         return x if self.clip is None else mx.clip(x, -self.clip, self.clip)

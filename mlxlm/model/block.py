@@ -16,6 +16,7 @@ from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.model.feed_forward import FeedForward
 from mlxlm.model.gated_delta import GatedDeltaNet
 from mlxlm.model.latent_attention import LatentAttention
+from mlxlm.model.mamba2 import Mamba2
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.model.short_conv import ShortConv
 
@@ -171,5 +172,6 @@ MIXERS = {
     "latent_attention": ("self_attn", LatentAttention),
     "short_conv": ("conv", ShortConv),
     "gated_delta": ("linear_attn", GatedDeltaNet),
+    "mamba2": ("mamba", Mamba2),
 }
 MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}

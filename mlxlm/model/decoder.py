@@ -203,16 +203,17 @@ class Decoder(nn.Module):
         """
         return self.head(self.model(tokens, cache, segment_ids=segment_ids))
 
-    def split(self, process_group: ProcessGroup) -> None:
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
         """Add up the sublayers' outputs over processes, each of which has a part of the heads and of the feed-forward.
 
-        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`. The logits are
-        those of the whole model, on all ranks.
+        The configuration and the weights are those of this part, see `mlxlm.checkpoint.tensor_parallel`; `whole` is the
+        configuration of all parts. The logits are those of the whole model, on all ranks.
         """
         self.process_group = process_group
         for layer in self.layers:
             layer.process_group = process_group
-            layer.mixer.split(process_group.rank, process_group.size)
+            if hasattr(layer.mixer, "split"):
+                layer.mixer.split(process_group, whole)
 
     def fuse(self) -> None:
         """Fuse the projections of each layer that have the same input, for `decode`.
@@ -282,9 +283,12 @@ class Decoder(nn.Module):
         weights = []
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
-            if name.endswith("linear_attn.A_log"):  # decays of a head by up to exp(-16·softplus(1)), as in Qwen3-Next
-                value = mx.log(mx.random.uniform(0.01, 16, weight.shape, key=key))
-            elif name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
+            if name.endswith(".A_log"):  # as in Qwen3-Next, whose heads can keep more, and in Mamba 2
+                value = mx.log(mx.random.uniform(0.01 if "linear_attn" in name else 1, 16, weight.shape, key=key))
+            elif name.endswith("mamba.dt_bias"):  # the inverse softplus of steps between 0.001 and 0.1
+                steps = mx.exp(mx.random.uniform(math.log(0.001), math.log(0.1), weight.shape, key=key))
+                value = steps + mx.log(-mx.expm1(-steps))
+            elif name.endswith((".dt_bias", "linear_attn.norm.weight", "mamba.norm.weight", "mamba.D")):
                 value = mx.ones_like(weight)
             elif weight.ndim == 1 or name.endswith(".bias"):
                 from_zero = name.endswith(("bias", "sinks")) or self.config.norm_unit_offset

@@ -6,6 +6,7 @@ S ← g·S + β·kᵀ(v - k·g·S). The token's output is q·S.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache as cached
 from typing import Any
 
@@ -17,6 +18,48 @@ from mlxlm.model.short_conv import CausalConv1d
 
 _CHUNK = 64  # tokens whose updates are computed at once
 _NORM_EPS = 1e-6  # of the norms of queries and keys
+
+
+def into_chunks(x: mx.array, axis: int) -> mx.array:
+    """Divide T positions, along an axis, into chunks: `[..., T, ...]` to `[..., N, C, ...]`, float32.
+
+    C is a power of two; zeros follow the last position.
+    """
+    T, size = x.shape[axis], 1
+    while size < min(T, _CHUNK):
+        size *= 2
+    x = mx.pad(x.astype(mx.float32), [(0, -T % size if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+def chunk_decays(log_decay: mx.array, segment_ids: mx.array | None) -> tuple[mx.array, ...]:
+    """Compute how much of a state is left between positions.
+
+    Args:
+        log_decay: Log of the decay with each token, `[B, ..., N, C]`, of N chunks.
+        segment_ids: int `[B, T]`, ascending: nothing is left between documents.
+
+    Returns:
+        What is left of the state before the chunk after each token, `[B, ..., N, C]`; of each token at the chunk's end,
+        `[B, ..., N, C]`; of the state before the chunk at its end, `[B, ..., N, 1]`; and of each token's own part (last
+        axis) after each other, `[B, ..., N, C, C]`.
+    """
+    B, *heads, N, size = log_decay.shape
+    index = mx.arange(size)
+    visible = index[:, None] >= index
+    from_start = mx.exp(mx.cumsum(log_decay, axis=-1))
+    through = from_start[..., -1:]
+    # Sums over each span: differences of the sums from the start would lose digits where a decay is strong.
+    spans = mx.cumsum(mx.where(index[:, None] > index, log_decay[..., None], 0), axis=-2)
+    if segment_ids is not None:
+        pad = N * size - segment_ids.shape[1]
+        ids = mx.pad(segment_ids, [(0, 0), (0, pad)], mode="edge").reshape(B, *[1] * len(heads), N, size)
+        before = mx.concatenate([ids[..., :1, :1], ids[..., :-1, -1:]], axis=-2)
+        visible = visible & (ids[..., None] == ids[..., None, :])
+        from_start = mx.where(ids == before, from_start, 0)
+        through = mx.where(ids[..., -1:] == before, through, 0)
+    between = mx.exp(mx.where(visible, spans, -mx.inf))
+    return from_start, between[..., -1, :], through, between
 
 
 @mx.custom_function
@@ -61,7 +104,7 @@ def gated_delta_rule(
     beta: mx.array,
     state: mx.array | None = None,
     segment_ids: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
     """Apply the gated delta rule to T tokens, chunk by chunk, in float32.
 
     Within a chunk, the corrections of its tokens are the solution of a triangular system (section 3.3 of the paper).
@@ -76,47 +119,34 @@ def gated_delta_rule(
         segment_ids: int `[B, T]`, ascending: the state is zeros before each document.
 
     Returns:
-        The outputs `[B, H, T, D_v]`, and the state after the last token.
+        The outputs `[B, H, T, D_v]`, the state after the last token, and a function that returns it after the first n
+        tokens, 1 to 64.
     """
     B, H, T, K = keys.shape
-    size = 1
-    while size < min(T, _CHUNK):
-        size *= 2
-    pad = -T % size
-
-    def chunks(x: mx.array) -> mx.array:
-        """`[B, H, N, C, ...]`; tokens without keys follow the last one."""
-        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 3))
-        return x.reshape(B, H, -1, size, *x.shape[3:])
-
-    queries, keys, values, log_decay, beta = map(chunks, (queries, keys, values, log_decay, beta))
-    total = mx.cumsum(log_decay, axis=-1)
-    last = total[..., -1:]
-    index = mx.arange(size)
-    visible = index[:, None] >= index
-    from_start, to_end, through = mx.exp(total), mx.exp(last - total), mx.exp(last)
-    if segment_ids is not None:
-        ids = mx.pad(segment_ids, [(0, 0), (0, pad)], mode="edge").reshape(B, 1, -1, size)
-        before = mx.concatenate([ids[:, :, :1, :1], ids[:, :, :-1, -1:]], axis=2)
-        visible = visible & (ids[..., None] == ids[..., None, :])
-        from_start = mx.where(ids == before, from_start, 0)
-        to_end = mx.where(ids == ids[..., -1:], to_end, 0)
-        through = mx.where(ids[..., -1:] == before, through, 0)
-    decay = mx.exp(mx.where(visible, total[..., None] - total[..., None, :], -mx.inf))
+    queries, keys, values, log_decay, beta = (into_chunks(x, 2) for x in (queries, keys, values, log_decay, beta))
+    from_start, to_end, through, decay = chunk_decays(log_decay, segment_ids)
+    index = mx.arange(keys.shape[3])
     weighted = keys * beta[..., None]
     solve = inverse(mx.where(index[:, None] > index, weighted @ keys.swapaxes(-1, -2) * decay, 0))
     updates = solve @ (values * beta[..., None])
     corrections = solve @ (weighted * from_start[..., None])
     scores = queries @ keys.swapaxes(-1, -2) * decay
-    queries, keys = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
+    queries, weighted = queries * from_start[..., None], (keys * to_end[..., None]).swapaxes(-1, -2)
     if state is None:
         state = mx.zeros((B, H, K, values.shape[-1]))
-    outputs = []
+    outputs, changes, first_state = [], [], state
     for n in range(keys.shape[2]):
         new = updates[:, :, n] - corrections[:, :, n] @ state
+        changes.append(new)
         outputs.append(queries[:, :, n] @ state + scores[:, :, n] @ new)
-        state = state * through[:, :, n, :, None] + keys[:, :, n] @ new
-    return mx.concatenate(outputs, axis=2)[:, :, :T], state
+        state = state * through[:, :, n, :, None] + weighted[:, :, n] @ new
+
+    def state_after(n: int) -> mx.array:
+        kept = first_state * from_start[:, :, 0, n - 1, None, None]
+        added = keys[:, :, 0, :n] * decay[:, :, 0, n - 1, :n, None]
+        return kept + added.swapaxes(-1, -2) @ changes[0][:, :, :n]
+
+    return mx.concatenate(outputs, axis=2)[:, :, :T], state, state_after
 
 
 def gated_delta_step(
@@ -137,7 +167,7 @@ class GatedDeltaNet(nn.Module):
         layer: Index of the layer.
 
     Attributes:
-        state_size: Number of arrays in its cache: those of the convolution, and the state of the rule.
+        state_shapes: Of the arrays in its cache, for one row: those of the convolution, and the state of the rule.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -152,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         for name, size in zip("qkvzba", sizes, strict=True):
             self[f"in_proj_{name}"] = Linear(hidden, size, bias=False)
         self.conv1d = CausalConv1d(2 * keys + values, config.linear_conv_kernel_dim)
-        self.state_size = self.conv1d.history + 1
+        self.state_shapes = [*self.conv1d.state_shapes, (self.heads, self.key_dim, self.value_dim)]
         mixed = 2 * keys + values  # what is convolved; z, b and a follow
         self._ends = [mixed, mixed + values, mixed + values + self.heads]
         self.dt_bias, self.A_log = mx.ones((self.heads,)), mx.zeros((self.heads,))
@@ -198,15 +228,18 @@ class GatedDeltaNet(nn.Module):
         values = values.reshape(*values.shape[:-1], self.heads, self.value_dim)
         beta = mx.sigmoid(b.astype(mx.float32))
         log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a.astype(mx.float32) + self.dt_bias)
-        state = None if cache is None else cache[self.state_size - 1]
+        last = len(self.state_shapes) - 1
+        state = None if cache is None else cache[last]
         if is_step:
             out, state = gated_delta_step(queries, keys, values, log_decay, beta, state)
         else:
             q, k, v, g, w = (y.swapaxes(1, 2) for y in (queries, keys, values, log_decay, beta))
-            out, state = gated_delta_rule(q, k, v, g, w, state, segment_ids)
+            out, state, state_after = gated_delta_rule(q, k, v, g, w, state, segment_ids)
             out = out.swapaxes(1, 2)
+            if cache is not None:
+                cache.set_after(last, state_after)
         if cache is not None:
-            cache[self.state_size - 1] = state
+            cache[last] = state
         out = self.norm(out).reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
         return (self._project_out if is_step else self.out_proj)(out.astype(x.dtype))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import NORMS
 from mlxlm.kernels import add_rms_norm, rms_norm
@@ -28,6 +31,14 @@ class RMSNorm(nn.Module):
     def add_norm(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
         """Return the sum of the arguments and its norm, in one pass over memory."""
         return add_rms_norm(hidden_states, residual, self.scale, self.eps)
+
+
+def split_rms_norm(parts: Sequence[mx.array], eps: float, process_group: ProcessGroup) -> list[mx.array]:
+    """Normalize vectors over their last axis, float32, of which each process has an equally long part."""
+    squares = [mx.square(x.astype(mx.float32)).mean(axis=-1, keepdims=True) for x in parts]
+    means = process_group.all_sum(mx.concatenate(squares, axis=-1)) / process_group.size
+    factors = mx.split(mx.rsqrt(means + eps), len(parts), axis=-1)
+    return [x * factor for x, factor in zip(parts, factors, strict=True)]
 
 
 class LayerNorm(nn.Module):

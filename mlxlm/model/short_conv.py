@@ -32,19 +32,24 @@ class CausalConv1d(nn.Module):
         """Number of earlier inputs of an output."""
         return self.weight.shape[1] - 1
 
+    @property
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the arrays in its cache, for one row."""
+        return [(self.weight.shape[0],)] * self.history
+
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Convolve.
 
         Args:
             x: `[B, T, channels]`, or `[B, channels]` in a decoding step, with a cache.
             cache: The layer's cache; its first arrays are read and replaced. Except in a decoding step, this begins
-                its update, and padding is read as zeros.
+                its update; padding is read as zeros, and its outputs are zeros.
             segment_ids: int `[B, T]`, the document of each position in packed rows, which see only their own document.
 
         Returns:
             The same shape as `x`.
         """
-        n = self.history
+        n, visible = self.history, None
         if cache is not None and x.ndim == 3 and (visible := cache.begin_update(*x.shape[:2])) is not None:
             x = mx.where(visible[..., None], x, 0)
         earlier = [None if cache is None else cache[i] for i in range(n)]
@@ -62,11 +67,15 @@ class CausalConv1d(nn.Module):
                 ids = mx.pad(segment_ids, [(0, 0), (n, 0)], constant_values=-1)
                 inputs = [mx.where((ids[:, i : i + T] == segment_ids)[..., None], y, 0) for i, y in enumerate(inputs)]
             last = [padded[:, T + i] for i in range(n)]
-        if cache is not None:
-            for i in range(n):
-                cache[i] = last[i]
+        for i in range(n if cache is not None else 0):
+            cache[i] = last[i]
+            if x.ndim == 3:
+                cache.set_after(i, lambda count, i=i: padded[:, count + i])
         out = _weighted_sum(inputs, [self.weight[:, i] for i in range(n + 1)])
-        return out + self.bias if "bias" in self else out
+        if "bias" not in self:
+            return out
+        out = out + self.bias
+        return out if visible is None else mx.where(visible[..., None], out, 0)
 
 
 @partial(mx.compile, shapeless=True)
@@ -85,16 +94,16 @@ class ShortConv(nn.Module):
         layer: Index of the layer.
 
     Attributes:
-        state_size: Number of arrays in its cache.
+        state_shapes: Of the arrays in its cache, for one row.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        hidden, bias = config.hidden_size, config.conv_bias
-        self.in_proj = Linear(hidden, 3 * hidden, bias=bias)
-        self.conv = CausalConv1d(hidden, config.conv_L_cache, bias)
-        self.state_size = self.conv.history
-        self.out_proj = Linear(hidden, hidden, bias=bias)
+        hidden, channels, bias = config.hidden_size, config.conv_dim or config.hidden_size, config.conv_bias
+        self.in_proj = Linear(hidden, 3 * channels, bias=bias)
+        self.conv = CausalConv1d(channels, config.conv_L_cache, bias)
+        self.state_shapes = self.conv.state_shapes
+        self.out_proj = Linear(channels, hidden, bias=bias)
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
 

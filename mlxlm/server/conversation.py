@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from mlxlm.chat.answer_parser import AnswerParser
+from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Message, parse_tools
-from mlxlm.chat.reasoning import CLOSE
 from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
@@ -131,6 +132,8 @@ class ToolUse:
                 parallel_tool_calls=self.parallel,
             )
         except GenerationError as error:
+            if not tools and self.choice == "auto":
+                raise  # about the schema
             raise invalid(str(error), "tool_choice" if error.message.startswith("tool_choice") else "tools") from None
 
 
@@ -214,17 +217,21 @@ class Conversation:
             TokenizerError: The chat template refuses the conversation.
             GenerationError: The constraint isn't supported.
         """
-        prompt = await self.encode(model)
-        tool_format = model.encoder.tool_format if self.tool_use.tools else None
-        prefix: str | None = model.encoder.generation_prefix_of(prompt)
-        options = await self.tool_use.constrain(model, options, prefix or "")
+        prompt, encoder = await self.encode(model), model.encoder
+        prefix = encoder.generation_prefix_of(prompt)
+        without_reasoning = options.constraint not in (None, "json_schema")
+        options = await self.tool_use.constrain(model, options, prefix)
         await check_constraint(model, options, eos_token_ids)
-        if options.constraint is not None and tool_format is None:  # it can't have reasoning: end an open block
-            end, encode = f"\n{CLOSE}\n\n" if prefix else "", model.lm.tokenizer.encode
-            prompt += encode(end, add_special_tokens=False, parse_special=True, continues=True)
-            prefix = None
-        requests = sample_requests([prompt], options, eos_token_ids, n)
-        return [Text(index, request, prefix, tool_format) for index, request in enumerate(requests)]
+        if without_reasoning:
+            requests = sample_requests([prompt + encoder.start_of_answer(prompt)], options, eos_token_ids, n)
+            return [Text(index, request) for index, request in enumerate(requests)]
+        requests = sample_requests([prompt], options, eos_token_ids, n, encoder.skip_special_tokens)
+        return [Text(index, request, self._parser(encoder, prefix)) for index, request in enumerate(requests)]
+
+    def _parser(self, encoder: ChatEncoder, prefix: str) -> AnswerParser:
+        parser = AnswerParser(encoder.tool_format if self.tool_use.tools else None, encoder.reasoning_tags)
+        parser.push(prefix)
+        return parser
 
 
 async def continuation(

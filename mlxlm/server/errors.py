@@ -103,8 +103,6 @@ def unavailable(message: str) -> ApiError:
 
 def client_message(error: MlxlmError) -> str:
     """The message of an error, with its hint unless it is for the person who runs the server."""
-    if isinstance(error, PromptTooLongError) and error.is_operator_hint:
-        return f"{error.message} (try: fewer tokens, or start the server with a larger --max-memory or --kv-bits 8)"
     return error.message if error.is_operator_hint else str(error)
 
 

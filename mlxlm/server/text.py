@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxlm.chat.answer_parser import AnswerParser, Kind, Part, Piece
-from mlxlm.chat.tool_calls import ToolFormat
 from mlxlm.generation import (
     FinishReason,
     GenerationChunk,
@@ -50,21 +49,13 @@ class Text:
 
     stream: TextStream
 
-    def __init__(
-        self,
-        index: int,
-        request: Request,
-        generation_prefix: str | None = None,
-        tool_format: ToolFormat | None = None,
-    ):
+    def __init__(self, index: int, request: Request, parser: AnswerParser | None = None):
         """Create a text that isn't submitted yet.
 
         Args:
             index: See `Text`.
             request: See `Text`.
-            generation_prefix: What the template has put at the start of the answer, such as "<think>"; None for a
-                text without reasoning.
-            tool_format: The markup of tool calls; None for a text without calls.
+            parser: Splits an answer into its parts; None for a text without reasoning and calls.
         """
         self.index, self.request = index, request
         self.result: GenerationResult | None = None
@@ -72,8 +63,7 @@ class Text:
         self.finish_reason: str | None = None
         self.reasoning_tokens = 0
         self._logprob_buffer, self._ready = LogprobBuffer(), list[TokenLogprobs]()
-        self._parser = AnswerParser(tool_format, has_reasoning=generation_prefix is not None)
-        self._parser.push(generation_prefix or "")  # an opening tag at most
+        self._parser = parser or AnswerParser()
 
     @property
     def parts(self) -> list[Part]:
@@ -126,12 +116,17 @@ class Text:
 
 
 def sample_requests(
-    prompts: Sequence[Sequence[int]], options: GenerationOptions, eos_token_ids: frozenset[int], n: int
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    eos_token_ids: frozenset[int],
+    n: int,
+    skip_special_tokens: bool = True,
 ) -> list[Request]:
     """`n` requests for each prompt, with a different seed each. A single request keeps the seed of the options."""
     if options.seed is None:
         options = options.with_seed(random_seed())
-    requests = [Request(prompt, options, eos_token_ids) for prompt in prompts]
+    skip = skip_special_tokens
+    requests = [Request(prompt, options, eos_token_ids, skip_special_tokens=skip) for prompt in prompts]
     if len(prompts) * n == 1:
         return requests
     return [request.sample(str(number), k) for number, request in enumerate(requests, 1) for k in range(n)]

@@ -11,6 +11,7 @@ from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.chat.reasoning import THINK
 from mlxlm.chat.session import MAX_ROUNDS, Chat
 from mlxlm.chat.tool_calls import JSON_FORMAT
 from mlxlm.chat.tool_grammar import constrain_calls
@@ -25,11 +26,11 @@ def made_to_call(monkeypatch):
     """Let the model, whose weights are random, call in its first `rounds` texts of an answer."""
     left = []
 
-    def constrain(self, options, may_call):
+    def constrain(self, options, generation_prefix, may_call):
         choice = "none"
         if may_call and left:
             choice = left.pop()
-        arguments = list(self.tools.values()), self.chat_encoder, self.lm.tokenizer, self.answer_start.content
+        arguments = list(self.tools.values()), self.chat_encoder, self.lm.tokenizer, generation_prefix
         return constrain_calls(options, *arguments, tool_choice=choice, parallel_tool_calls=False)
 
     monkeypatch.setattr(ChatModel, "_constrain", constrain)
@@ -218,7 +219,7 @@ def test_an_answer_is_split_into_reasoning_text_and_calls_however_it_is_cut():
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
     whole = f"<think>\nwhy\n</think>\n\nBecause.\n{call}"
     for size in (1, 3, len(whole)):
-        parser = AnswerParser(JSON_FORMAT)
+        parser = AnswerParser(JSON_FORMAT, THINK)
         pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
         chunks = [chunk for piece in pieces for chunk in parsed_chunks(parser, GenerationChunk(piece, 7))]
         chunks += parsed_chunks(parser, GenerationChunk("", 8, "eos"))

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -250,30 +251,33 @@ def test_the_end_of_a_turn_is_not_part_of_the_answer(lm):
 
 
 class Scripted(Recording):
-    """A model that answers everything with `script`, and has the caches that it would have."""
+    """A model that answers everything with `script`, and has the caches that it would have.
+
+    Where the text ends with `begins` and the beginning of the script, the next token is that of the script.
+    """
 
     def make_cache(self):
         return make_cache(self._model)
 
-    def __init__(self, lm, script, generation_prefix=""):
+    def __init__(self, lm, script, begins="<|assistant|>\n", end="<|end|>"):
         super().__init__(lm.model)
+        self._encode = partial(lm.tokenizer.encode, add_special_tokens=False, parse_special=True)
+        self._scripts, self.text = [], []
+        self.add(script, begins, end)
 
-        def encode(text):
-            return lm.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-
-        self.script, self.begins, self.text = (
-            encode(script + "<|end|>"),
-            encode("<|assistant|>\n" + generation_prefix),
-            [],
-        )
+    def add(self, script, begins, end):
+        """Add a script that comes before the others."""
+        self._scripts.insert(0, (self._encode(begins), self._encode(script + end)))
 
     def __call__(self, ids, cache=None):
         self.text[cache[0].offset :] = ids[0].tolist()
         logits = super().__call__(ids, cache)
-        prompt_ends = range(len(self.text), len(self.begins) - 1, -1)
-        end = next((n for n in prompt_ends if self.text[n - len(self.begins) : n] == self.begins), None)
-        if end is not None and (said := len(self.text) - end) < len(self.script):
-            logits[0, -1, self.script[said]] = 1e4
+        for begins, script in self._scripts:
+            for said in range(len(script) - 1, -1, -1):
+                so_far = begins + script[:said]
+                if self.text[-len(so_far) :] == so_far:
+                    logits[0, -1, script[said]] = 1e4
+                    return logits
         return logits
 
 
@@ -321,7 +325,7 @@ def test_a_template_that_drops_earlier_reasoning(lm, tokens):
 
 def test_a_template_that_opens_the_block_itself(lm, tokens):
     tokens.chat_template = tokens.chat_template.replace("assistant|>\n{% endif", "assistant|>\n<think>\n{% endif")
-    model = Scripted(lm, THOUGHT.removeprefix("<think>\n"), generation_prefix="<think>\n")
+    model = Scripted(lm, THOUGHT.removeprefix("<think>\n"), "<|assistant|>\n<think>\n")
     chat = Chat(replace(lm, model=model), temperature=0, max_tokens=None)
     pieces = list(chat.ask("Hello!"))
     assert "".join(piece.text for piece in pieces if piece.reasoning) == "Hm, a fox."
@@ -330,6 +334,9 @@ def test_a_template_that_opens_the_block_itself(lm, tokens):
     new = "<|end|>\n<|user|>\nWhy?<|end|>\n<|assistant|>\n<think>\n"
     assert read(chat) <= len(tokens.encode(new, add_special_tokens=False, parse_special=True))
     assert chat.messages[-1].content == THOUGHT
+    chat = Chat(lm, choice=["yes"], temperature=0)
+    assert say(chat, "Why?") == "yes" and not any(piece.reasoning for piece in chat.ask("Why?"))
+    assert chat.messages[-1].content == "<think>\n\n</think>\n\nyes"
 
 
 def test_a_chat_with_another_model_continues_as_text(lm, tokens):

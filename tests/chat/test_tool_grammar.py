@@ -66,7 +66,7 @@ def accepts(family, trained, text, **options):
 
 
 def accepts_text(grammar, tokenizer, text):
-    compiled = Grammar.compile(GenerationOptions(grammar=grammar), tokenizer, 320, frozenset({tokenizer.eos_token_id}))
+    compiled = Grammar.compile(GenerationOptions(grammar=grammar), tokenizer, 512, frozenset({tokenizer.eos_token_id}))
     matcher = compiled.matcher()
     for id in tokenizer.encode(text, add_special_tokens=False, parse_special=True):
         if not matcher.token_bitmask()[id // 32] >> (id % 32) & 1:
@@ -116,7 +116,7 @@ def test_a_call_that_has_begun_is_completed(trained, family):
     """Where a random model would hardly begin one."""
     tokenizer, format = tokenizer_for(family, trained), FORMATS[family]
     options = GenerationOptions(grammar=tool_grammar(format, TOOLS, tokenizer))
-    compiled = Grammar.compile(options, tokenizer, 320, frozenset({tokenizer.eos_token_id}))
+    compiled = Grammar.compile(options, tokenizer, 512, frozenset({tokenizer.eos_token_id}))
     for seed in range(3):
         random, matcher = np.random.default_rng(seed), compiled.matcher()
         text = "Well:\n\n" * format.follows_text

@@ -131,6 +131,32 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% if add_generation_prompt %}" + _LLAMA3_HEADER.format("assistant") + "{% endif %}",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     ),
+    "gpt-oss": (
+        "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
+        "{% set first = messages[0] %}"
+        "{% if tools or first.role in ('system', 'developer') %}<|start|>developer<|message|>"
+        "{{ first.content if first.role in ('system', 'developer') else '' }}"
+        "{% for tool in tools %}// {{ tool.function.description }}\ntype {{ tool.function.name }} = (_: any) => any;\n"
+        "{% endfor %}<|end|>{% endif %}"
+        "{% set ns = namespace(name=none) %}{% for m in messages %}"
+        "{% if '<|channel|>' in m.content or '<|channel|>' in m.thinking %}{{ raise_exception('tags') }}{% endif %}"
+        "{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+        "{% elif m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>"
+        "{{ m.content | tojson }}<|end|>"
+        "{% elif m.role == 'assistant' and 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}"
+        "{% set ns.name = call.name %}"
+        "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{% if m.content or m.thinking %}"
+        "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>{% endif %}"
+        "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
+        "{{ call.arguments | tojson }}<|call|>"
+        "{% elif m.role == 'assistant' %}{% set whole = loop.last and not add_generation_prompt %}"
+        "{% if whole and 'thinking' in m %}"
+        "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+        "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if whole else '<|end|>' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
+    ),
     # Without tools: calls are text in the toolkit's own format.
     "chatml": ("{% for m in messages %}" + _TURN + "{% endfor %}" + _PROMPT, _CHATML),
     "gemma-without-tools": (

@@ -284,7 +284,7 @@ DAMAGE = {
             ({"llama.feed_forward_length": 7}, "config"),
             ({"llama.attention.head_count": 0}, "head_count 0"),
             ({"llama.attention.head_count": 3}, "head_dim 1 is odd"),
-            ({"llama.attention.head_count_kv": array(4, 2, struct.pack("<II", 1, 2))}, "differs between the layers"),
+            ({"llama.attention.head_count_kv": array(4, 2, struct.pack("<II", 1, 2))}, "has 2 values, one for each"),
             ({"llama.attention.head_count_kv": array(8, 1, bytes(8))}, "must be a whole number"),
             ({"llama.attention.value_length": 1}, "value_length differs"),
             ({"llama.rope.scaling.type": "su"}, "'su'"),

@@ -60,6 +60,16 @@ def changed(*overrides, base=BASE):
             {"sliding_window": 32, "layer_types": ("sliding_attention", "full_attention") * 2},
         ),
         (["window=32", "layer_types=all"], {"sliding_window": 32}),
+        (
+            ["layer_types=linear_attention:2", "linear_value_head_dim=16", "linear_num_value_heads=16"],
+            {"layer_types": ("linear_attention", "full_attention") * 2, "linear_num_value_heads": 16,
+             "linear_num_key_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+        ),
+        (
+            ["layer_types=mamba:4", "mamba_d_state=16"],
+            {"layer_types": ("mamba",) * 3 + ("full_attention",), "mamba_n_heads": 2, "mamba_d_head": 64,
+             "mamba_d_state": 16},
+        ),
         (["rope_layers=2"], {"rope_layers": (True, False, True, False)}),
         (["rope_layers=[true, true, true, false]"], {"rope_layers": (True, True, True, False)}),
         (["softcap=20", "qk_norm=head"], {"attn_logit_softcapping": 20.0, "qk_norm": "head"}),
@@ -193,7 +203,8 @@ def test_fields_that_positions_dont_read_are_reset():
     bloom = resolve_model_type(apply_overrides(rotary, parse_overrides(overrides)))
     assert (bloom.model_type, bloom.rope_theta, bloom.rope_scaling) == ("bloom", 10_000.0, None)
     none = resolve_model_type(apply_overrides(rotary, {"positions": "none"}))
-    assert resolve_model_type(apply_overrides(none, {"positions": "rope"})).model_type == "llama"
+    rotary = apply_overrides(none, {"positions": "rope"})
+    assert (none.model_type, rotary.rope_theta, rotary.rope_scaling) == ("granitemoehybrid", 10_000.0, None)
 
 
 def test_infer_field():

@@ -19,6 +19,7 @@ LINEAR = {
     "layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+MAMBA = {"layer_types": ("mamba", "full_attention"), "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -88,6 +89,10 @@ def test_all_problems_are_reported_at_once():
         (LINEAR | {"linear_num_key_heads": None}, "linear_num_key_heads is None, layers with linear_attention need"),
         (LINEAR | {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),
         (LINEAR | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        (MAMBA | {"mamba_d_state": None}, "mamba_d_state is None, layers with mamba need a positive"),
+        (MAMBA | {"mamba_n_groups": 3}, "mamba_n_groups 3 does not divide mamba_n_heads 4"),
+        (MAMBA | {"time_step_limit": (0.2, 0.1)}, "time_step_limit is .*, it must be two numbers"),
+        (MAMBA | {"time_step_limit": (0.0, float("nan"))}, "time_step_limit is .*, it must be two numbers"),
         ({"layer_types": ("sliding_attention",) * 2}, "but sliding_window is null"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "an object with rope_type linear, dynamic"),
         ({"rope_scaling": 8}, "rope_scaling is 8"),

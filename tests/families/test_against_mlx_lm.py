@@ -21,6 +21,7 @@ from mlxlm.families import (
     mlx_lm_mismatch,
     normalize_tensor_name,
     weight_mappings,
+    with_multimodal_type,
 )
 from mlxlm.model import Decoder
 
@@ -46,21 +47,27 @@ OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "gemma3_text", "phi",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
+LINEAR = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 12,
+}  # fmt: skip
 MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "olmoe": {},
     "lfm2_moe": {"num_dense_layers": 1, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "qwen3_next": {
-        "shared_expert_intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "full_attention_interval": 2,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_next": {**LINEAR, "shared_expert_intermediate_size": 64},
+    "qwen3_5_moe_text": {**LINEAR, "shared_expert_intermediate_size": 64, "partial_rotary_factor": 1.0},
+    "granitemoehybrid": {**MAMBA, "num_local_experts": 4, "shared_intermediate_size": 64},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
 LATENT = {
@@ -81,9 +88,19 @@ FAMILIES = {
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "granitemoehybrid, dense": {
+        **SIZES,
+        **MAMBA,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
     "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
+    "qwen3_5_text": {**SIZES, **LINEAR, "tie_word_embeddings": True},
     "glm4_moe_lite": LATENT,
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
@@ -114,7 +131,7 @@ def model(request):
 
 
 def write(folder, config, weights, for_mlx):
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
+    (folder / "config.json").write_text(json.dumps(with_multimodal_type(config_to_hf(config))))
     tensors = {name: lazy_tensor(value) for name, value in weights.items()}
     stored = {
         name: tensor.read() for name, tensor in to_file_weights(weight_mappings(config, for_mlx), tensors).items()
@@ -174,22 +191,23 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    own_names = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *MIXTURES)
-    assert is_mlx_layout(again, stored) == (config.model_type in own_names)
+    own_names = config.model_type.startswith("gpt") or config.num_experts is not None
+    own_names |= any("conv1d" in name for name in stored)
+    shapes = {name: value.shape for name, value in stored.items()}
+    assert is_mlx_layout(again, shapes) == (own_names and config.model_type != "gpt_oss")
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"
     )
     assert back.keys() == weights.keys()
     for name, tensor in back.items():
-        near = 2**-22 if "norm" in name and config.model_type == "qwen3_next" else 0  # mlx_lm stores them plus 1
+        near = 2**-22 if "norm" in name and config.attn_output_gate else 0  # mlx_lm stores them plus 1
         assert mx.allclose(tensor.read(), weights[name], rtol=0, atol=near), name
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_folders_that_mlx_lm_quantized(model_type, tmp_path):
     """DeepSeek V2 has kv_b_proj in one piece, as older folders of V3."""
-    utils = pytest.importorskip("mlx_lm.utils")
     values = {
         "model_type": model_type,
         "rope_theta": 1e4,
@@ -198,14 +216,28 @@ def test_folders_that_mlx_lm_quantized(model_type, tmp_path):
         "routed_scaling_factor": 1.5,
     }
     values |= {"topk_method": "greedy", "n_group": 1} if model_type == "deepseek_v2" else {}
+    stored = written_by_mlx_lm(tmp_path, values, {"group_size": 32, "bits": 4})
+    assert any("kv_b_proj" in name for name in stored) == (model_type == "deepseek_v2")
+
+
+@pytest.mark.parametrize("plan", [None, {"group_size": 32, "bits": 4}], ids=["float32", "4 bits"])
+def test_folders_of_mlx_lm_with_the_type_of_a_model_with_images(plan, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    text = {"model_type": "qwen3_5_text", **FAMILIES["qwen3_5_text"], "rope_parameters": rope}
+    written_by_mlx_lm(tmp_path, {"model_type": "qwen3_5", "text_config": text}, plan)
+
+
+def written_by_mlx_lm(folder, values, plan):
+    """The tensors of a folder that mlx_lm writes; it and mlxlm compute the same from them."""
+    utils = pytest.importorskip("mlx_lm.utils")
     model_class, args_class = utils._get_classes(values)
     theirs = model_class(args_class.from_dict(values))
     mx.random.seed(0)
     theirs.update(tree_map(lambda x: (x.ndim == 1) + 0.2 * mx.random.normal(x.shape), theirs.parameters()))
-    plan = {"group_size": 32, "bits": 4}
-    nn.quantize(theirs, **plan)
+    if plan:
+        nn.quantize(theirs, **plan)
     stored = dict(tree_flatten(theirs.parameters()))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored)
-    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization": plan}))
-    assert any("kv_b_proj" in name for name in stored) == (model_type == "deepseek_v2")
-    np.testing.assert_allclose(np.array(load_model(tmp_path)[0](mx.array(TOKENS))), mlx_lm_logits(tmp_path), atol=5e-4)
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    (folder / "config.json").write_text(json.dumps({**values, **({"quantization": plan} if plan else {})}))
+    np.testing.assert_allclose(np.array(load_model(folder)[0](mx.array(TOKENS))), mlx_lm_logits(folder), atol=5e-4)
+    return stored

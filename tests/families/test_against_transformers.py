@@ -7,7 +7,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import make_cache
-from mlxlm.checkpoint.huggingface import write
+from mlxlm.checkpoint.huggingface import write, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
@@ -65,6 +65,10 @@ LINEAR = {  # with the usual epsilon, the norm of small outputs makes the error 
     "rms_norm_eps": 1e-3,
     "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
+MAMBA = {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_n_groups": 2,
+    "mamba_d_head": 16, "mamba_d_state": 12,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
@@ -241,6 +245,47 @@ CASES = {
         "qwen3_next",
         {**LLAMA, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 36, "attention_bias": True},
     ),
+    "qwen3_5": ("qwen3_5_text", {**LLAMA, **LINEAR, "head_dim": 16, "attention_bias": True}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**LLAMA, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 36},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            **MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 36,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            **MAMBA,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "time_step_limit": (1.0, 1.5),
+        },
+    ),
+    "granitemoehybrid without mamba": (
+        "granitemoehybrid",
+        {
+            **LLAMA,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (
         "gpt_oss",
@@ -346,8 +391,10 @@ SIZES = {
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
 SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "phi"), SIZES["stablelm"])
-SIZES |= dict.fromkeys(("deepseek_v3", "qwen3_next"), {**SIZES["stablelm"], "num_hidden_layers": 4})
+LINEAR_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+SIZES |= dict.fromkeys(("deepseek_v3", *LINEAR_FAMILIES), {**SIZES["stablelm"], "num_hidden_layers": 4})
 SIZES["deepseek_v2"] = {**SIZES["stablelm"], "num_experts_per_tok": 2}
+SIZES["granitemoehybrid"] = {**SIZES["stablelm"], "layer_types": ["linear_attention", "full_attention", "mamba"]}
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 
@@ -486,14 +533,30 @@ def test_the_language_model_of_a_model_with_images(tmp_path, prefixes):
     assert checkpoint.hf_config["model_type"] == "gemma3_text" and "vision_config" not in checkpoint.hf_config
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+LANGUAGE_MODELS = {
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", LANGUAGE_MODELS)
 def test_language_models_of_qwen_vl(tmp_path, model_type):
+    """What is written has the same logits in transformers."""
     rope = {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 1, 2]}
-    text = {**LLAMA, "head_dim": 8, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    linear = {**LINEAR, **EXPERTS} if model_type.startswith("qwen3_5") else {}
+    text = {**LLAMA, "head_dim": 8, "vocab_size": VOCABULARY, "rope_parameters": rope, **linear}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "deepstack_visual_indexes": []}
-    oracle = transformers_oracle.make_oracle(model_type, {"text_config": text, "vision_config": vision}, VOCABULARY)
+    oracle = transformers_oracle.make_oracle(
+        model_type, {"text_config": text, "vision_config": vision}, VOCABULARY, with_images=True
+    )
     oracle.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config.model_type == model_type[:5]
+    assert checkpoint.config.model_type == LANGUAGE_MODELS[model_type]
+    expected = logits_of(oracle, TOKENS)
     found = np.array(load_checkpoint(checkpoint)[0](mx.array(TOKENS)))
-    np.testing.assert_allclose(found, logits_of(oracle, TOKENS), atol=1e-4)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * max(1, expected.std()))
+    (tmp_path / "text").mkdir()
+    write_checkpoint(tmp_path / "text", checkpoint)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    np.testing.assert_allclose(logits_of(again, TOKENS), expected, atol=1e-4)
+    assert open_checkpoint(tmp_path / "text").config == checkpoint.config

@@ -299,11 +299,20 @@ def configs(draw):
     if family.endswith("_moe") or is_latent:
         values |= {"first_k_dense_replace": draw(st.integers(0, values["num_hidden_layers"] - 1))}
         values |= {"n_shared_experts": draw(st.integers(0, 2)), "n_group": 1, "topk_group": 1}
-    if family == "qwen3_next":
+    if "linear_num_key_heads" in FAMILIES[family].fields:
         values["hidden_act"] = "silu"
         values["full_attention_interval"] = draw(st.integers(1, values["num_hidden_layers"]))
     if family.startswith("lfm2"):
         values["full_attn_idxs"] = [draw(st.integers(0, values["num_hidden_layers"] - 1))]
+    if family == "granitemoehybrid":
+        types = [draw(st.sampled_from(["mamba", "attention"])) for _ in range(values["num_hidden_layers"] - 1)]
+        values |= {
+            "hidden_act": "silu", "layer_types": [*types, "full_attention"], "mamba_n_heads": 2 * heads,
+            "mamba_d_head": draw(st.sampled_from([16, "auto"])), "num_local_experts": draw(st.sampled_from([0, 3])),
+            "mamba_n_groups": draw(st.integers(1, 2)), "shared_intermediate_size": draw(st.integers(1, 99)),
+            "position_embedding_type": draw(st.sampled_from([None, "rope"])),
+            "time_step_limit": draw(st.sampled_from([(0.0, {"__float__": "Infinity"}), (0.1, 2.0), (0.1, 1e39)])),
+        }  # fmt: skip
     if family.startswith("qwen"):
         values |= {"use_sliding_window": draw(st.booleans()), "max_window_layers": draw(st.integers(0, 4))}
     if FAMILIES[family].hf_names("rope_theta") and family != "phi3":

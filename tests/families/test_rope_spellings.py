@@ -33,7 +33,7 @@ NEOX = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head
 NATIVE["gpt_neox"] = {**NEOX, "intermediate_size": 128}  # which mlx_lm requires
 NATIVE["lfm2"] = {**SIZES, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 NATIVE["falcon"] = {k: v for k, v in NEOX.items() if k != "intermediate_size"}
-NO_ROPE = ("mamba", "mamba2", "falcon_mamba", "gpt_bigcode", "granitemoehybrid")
+NO_ROPE = ("mamba", "mamba2", "falcon_mamba", "gpt_bigcode")
 OTHER_RULES = ("mimo_v2_flash", "olmo_hybrid")  # one base for each kind of layer; no RoPE without a base
 NOT_RUN = (*NO_ROPE, *OTHER_RULES)
 FAMILIES = {**{name: values for name, values in through_mlx_lm.CASES.items() if name not in NOT_RUN}, **NATIVE}
@@ -43,7 +43,7 @@ ROPE_FIELDS = {
     "rotary_emb_base", "original_max_position_embeddings",
 }  # fmt: skip
 OF_MLX_LM = dict.fromkeys(("smollm3", "deepseek_v3"), ("default", "yarn", "llama3", "longrope"))
-ERROR = "rope|rotary|factor|original_max|model_type 'falcon'|qwen3_5 can't be built"
+ERROR = "rope|rotary|factor|original_max|model_type 'falcon'"
 
 
 def scalings(pairs):

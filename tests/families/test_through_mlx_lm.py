@@ -52,7 +52,6 @@ LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
 CASES = {
     "phi": HALF,
@@ -68,10 +67,6 @@ CASES = {
     "apertus": BASE,
     "hunyuan_v1_dense": {**BASE, "head_dim": 8},
     "granitemoe": {**BASE, **EXPERTS},
-    "granitemoehybrid": {
-        **BASE, **EXPERTS, **MAMBA2, "shared_intermediate_size": 24,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "minimax_m2": {**HALF, **EXPERTS, "head_dim": 16},
     "falcon_mamba": {**SMALL, "state_size": 8, "time_step_rank": 4},
@@ -92,15 +87,6 @@ CASES = {
     },
     "exaone": BASE,
     "solar_open": {**BASE, **ROUTED, "head_dim": 8, "first_k_dense_replace": 0},
-    "qwen3_5_moe_text": {
-        **HALF, **EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-    },
-    "qwen3_5_text": {
-        **HALF, "num_hidden_layers": 4, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    },
 }  # fmt: skip
 FORMS_OF_GELU = {"gpt_bigcode"}
 

@@ -171,6 +171,11 @@ def test_an_end_token_is_allowed_exactly_where_the_text_may_end(lm):
     matcher.consume(next(iter(token_bitmask(matcher))))
     assert token_bitmask(matcher) >= {lm.tokenizer.eos_token_id, letter}
     assert matcher.constraint_error is None and not matcher.finished
+    eos, mark, other, *_ = lm.tokenizer.special_tokens.values()
+    options = GenerationOptions(grammar=f'start: "b" ("c" | <[{mark}]>)')
+    matcher = Grammar.compile(options, lm.tokenizer, 310, frozenset({eos, other})).matcher()
+    matcher.consume(next(iter(token_bitmask(matcher))))
+    assert mark in token_bitmask(matcher) and not token_bitmask(matcher) & {eos, other}
 
 
 def test_forced_text_is_never_encoded_with_an_end_token(lm):

@@ -77,7 +77,12 @@ LINEAR = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "sizes", "expected"), [("conv", {}, 8), ("linear_attention", LINEAR, 21)])
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"), [("conv", {}, 8), ("linear_attention", LINEAR, 21), ("mamba", MAMBA, 19)]
+)
 def test_launches_of_a_recurrent_layer(kind, sizes, expected):
     one, two = (
         decode_launches(

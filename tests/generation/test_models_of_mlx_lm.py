@@ -1,5 +1,7 @@
 """Models of mlx_lm's classes in the engine: with each kind of cache, texts share batches and prefixes."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,11 +14,16 @@ from mlxlm.cache import KVOptions, make_cache
 from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.checkpoint.mlx_lm.model import build_model
+from mlxlm.checkpoint.tensor_parallel import shard_with_mlx_lm
 from mlxlm.generation import Context, Engine, LoadedModel, prefill, run_batch
 from mlxlm.generation.decode_step import DecodeStep, LayerStep
 from mlxlm.generation.kv_memory import KVMemory
+from mlxlm.utils.errors import CheckpointError, GenerationError
+from tests.checkpoint.test_tensor_parallel import close, logits_of
 from tests.generation.test_batching import requests
 from tests.generation.texts import alone, greedy, request, same
+from tests.small_models import arrays_of
+from tests.split_model import MlxGroup, thread_groups
 
 pytest.importorskip("mlx_lm", reason="mlx_lm is not installed")
 
@@ -31,9 +38,10 @@ KINDS = {  # by the kinds of their caches
         "mamba", {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     ),
     "recurrent and full": (
-        "qwen3_5_text",
+        "olmo_hybrid",
         {
-            "full_attention_interval": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"], "attention_bias": False,
+            "linear_allow_neg_eigval": True, "linear_num_value_heads": 4, "linear_num_key_heads": 4,
             "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
         },
     ),
@@ -61,18 +69,15 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def models(lm):
-    def build(model_type, values):
-        mx.random.seed(3)
-        model, _ = build_model({"model_type": model_type, **BASE, **values})
+    def recorded(model_type, values):
+        model = build(model_type, values)
         model.__class__ = type("Recorded", (Recorded, type(model)), {})
-        model.eval()
-        mx.eval(model.parameters())
         return LoadedModel(model, lm.tokenizer, MlxLmConfig(model_type, 300, 600, frozenset()), lm.path)
 
-    made = {name: build(*kind) for name, kind in KINDS.items()}
+    made = {name: recorded(*kind) for name, kind in KINDS.items()}
     return {
         **made,
-        POSITIONS: build(
+        POSITIONS: recorded(
             "gpt_bigcode", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 600, "layer_norm_epsilon": 1e-5}
         ),
     }
@@ -181,7 +186,7 @@ def test_recurrent_states_can_be_taken_back():
         cache.begin_update(cache.rows, count)
         cache[0] = mx.full((cache.rows, 2), value)
 
-    one, other = RecurrentCache(1), RecurrentCache(1)
+    one, other = RecurrentCache([None]), RecurrentCache([None])
     for value, count in enumerate([7, 1, 1], 1):
         read(one, count, value)
     read(other, 5, 9)
@@ -196,3 +201,47 @@ def test_recurrent_states_can_be_taken_back():
     assert others[0].tolist() == [[9, 9]]
     both.select([1])
     assert both.rows == 1 and both.compact_copy().nbytes == 8 < both.nbytes
+    one = RecurrentCache([(2,)])
+    read(one, 7, 1)
+    read(one, 5, 2)
+    one.set_after(0, lambda n: mx.full((1, 2), 10 + n))
+    for count, left in ((2, 13), (1, 12), (2, 1)):
+        one.trim(count)
+        assert one[0].tolist() == [[left, left]]
+    with pytest.raises(GenerationError, match="can't trim 1 tokens from a recurrent state"):
+        one.trim(1)
+
+
+def build(kind, values):
+    mx.random.seed(3)
+    model, _ = build_model({"model_type": kind, **BASE, **values})
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def test_mlx_lm_divides_its_models_over_processes(monkeypatch):
+    whole, *parts = [build(*KINDS["recurrent and full"]) for _ in range(3)]
+    expected = logits_of(whole)
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: group.ranks.all_sum(x))
+
+    def run(model, group):
+        group.mlx_group = MlxGroup(group)
+        shard_with_mlx_lm(model, group, Path("here"))
+        return logits_of(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(run, parts, thread_groups(2)):
+            close(logits, expected)
+    sizes = [sum(x.nbytes for x in arrays_of(model).values()) for model in (whole, *parts)]
+    assert max(sizes[1:]) < 0.8 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [("recurrent", "mlx_lm has no tensor parallelism"), ("recurrent and full", ".*fewer processes")],
+)
+def test_models_that_mlx_lm_cannot_divide(kind, problem):
+    group = thread_groups(3)[0]
+    group.mlx_group = MlxGroup(group)
+    with pytest.raises(CheckpointError, match=f"here can't be split over 3 processes: {problem}"):
+        shard_with_mlx_lm(build(*KINDS[kind]), group, Path("here"))

@@ -7,11 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVOptions, make_cache
+from mlxlm.cache import KVOptions, make_cache, open_prompt_cache, save_prompt_cache
 from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.generation import Context, Engine, prefill, run_batch
 from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.generation.drafters import DraftModel
 from mlxlm.generation.kv_memory import KVMemory
+from mlxlm.utils.errors import CheckpointError
+from tests.generation.fake_drafters import Oracle, always, perturbed
 from tests.generation.recording_model import RecordingModel
 from tests.generation.test_batching import requests
 from tests.generation.texts import alone, request, same
@@ -21,6 +24,10 @@ KINDS = {
     "gated delta rule": {
         "layer_types": ("linear_attention", "full_attention", "linear_attention"), "attn_output_gate": True,
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    },
+    "Mamba 2": {
+        "layer_types": ("mamba", "full_attention", "mamba"), "positions": "none",
+        "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 8, "mamba_d_state": 12,
     },
 }  # fmt: skip
 
@@ -115,3 +122,54 @@ def test_rows_come_and_go(models, kind):
     assert mx.allclose(found[0], logits(1, 2, 3, 4, 11, 13, 17), atol=1e-3)
     assert mx.allclose(found[1], logits(9, 10, 14, 18), atol=1e-3)
     assert sum(isinstance(cache, RecurrentCache) for cache in caches) == 2
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "seed": 4, "top_k": 20}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_with_drafts_are_those_without(models, kind, options):
+    """Drafts of which none or some tokens are right, and those of a model that has such layers, too."""
+    lm, wanted = models[kind], request(max_tokens=16, **options)
+    expected = alone(lm, wanted)
+    for drafter in (Oracle(expected.tokens, 1), Oracle(expected.tokens, 3), DraftModel(replace(lm, model=near(lm)))):
+        speculation = always(drafter, 4)
+        engine = Engine(lm, speculation=speculation)
+        same(engine.submit(wanted).result(), expected)
+        stats, wrong = speculation.stats, getattr(drafter, "wrong", 0)
+        assert stats.rounds > 2 and stats.proposed > stats.accepted and (stats.accepted > 3) == (wrong != 1)
+    speculation.drafter = Oracle([])
+    result = engine.submit(request([*wanted.prompt, *expected.tokens, 9], **options)).result()
+    assert result.cached_tokens >= len(wanted.prompt) + len(expected.tokens) - 1
+
+
+def near(lm):
+    return perturbed(lm.model, 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_hold_states(models, kind, tmp_path):
+    """Of a prompt, and of the prefix cache: what continues them is read from their end, nothing else can be."""
+    lm, prompt = models[kind], [i % 300 for i in range(7, 400)]
+    with Engine(lm, prefix_cache_dir=tmp_path / "folder") as engine:
+        first = engine.submit(request(prompt)).result()
+        assert engine.save_prefix(tmp_path / "file", prompt)
+    text = [*prompt, *first.tokens]
+    for ids, num_cached in (([*text, 8, 9], len(text) - 1), ([*prompt[:300], 8], 0)):
+        wanted = request(ids)
+        result = Engine(lm, prefix_cache_dir=tmp_path / "folder").submit(wanted).result()
+        assert result.cached_tokens >= num_cached and (result.cached_tokens > 0) == (num_cached > 0)
+        same(result, alone(lm, wanted))
+    engine, wanted = Engine(lm), request([*prompt, 8])
+    assert engine.load_prefix(tmp_path / "file") == len(prompt) - 1
+    result = engine.submit(wanted).result()
+    assert result.cached_tokens == len(prompt) - 1
+    same(result, alone(lm, wanted))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2), (1, 2, 2), (1, 2)], ids=str)
+def test_a_file_with_another_state_is_an_error(shape, tmp_path):
+    cache, dtype = RecurrentCache([(2,)]), mx.int32 if shape == (1, 2) else mx.float32
+    cache[0] = mx.ones(shape, dtype)
+    save_prompt_cache(tmp_path / "file", [cache], [1], {})
+    for shapes, problem in ([(2,)], "layer 0: state.0 is"), ([], "layer 0: a state has 0 arrays"):
+        with pytest.raises(CheckpointError, match=problem):
+            open_prompt_cache(tmp_path / "file").load([RecurrentCache(shapes)])

@@ -21,8 +21,8 @@ def inputs(correlated):
 
 def token_by_token(q, k, v, log_decay, beta, segment_ids=None):
     q, k, v, log_decay, beta = (np.array(x, np.float64) for x in (q, k, v, log_decay, beta))
-    state, out = np.zeros((B, H, K, V)), np.zeros((B, H, T, V))
-    for t in range(T):
+    state, out = np.zeros((B, H, K, V)), np.zeros(v.shape)
+    for t in range(q.shape[2]):
         if segment_ids is not None and t:
             state *= (segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None, None]
         state *= np.exp(log_decay[:, :, t])[..., None, None]
@@ -37,7 +37,7 @@ def token_by_token(q, k, v, log_decay, beta, segment_ids=None):
 def test_chunks_equal_single_tokens(correlated, packed):
     arrays = inputs(correlated)
     ids = np.sort(np.random.default_rng(1).integers(0, 5, (B, T)), axis=1) if packed else None
-    found = gated_delta_rule(*arrays, segment_ids=None if ids is None else mx.array(ids))
+    *found, _ = gated_delta_rule(*arrays, segment_ids=None if ids is None else mx.array(ids))
     for one, other in zip(found, token_by_token(*arrays, ids), strict=True):
         np.testing.assert_allclose(np.array(one), other, atol=1e-5)
 
@@ -45,12 +45,15 @@ def test_chunks_equal_single_tokens(correlated, packed):
 def test_a_text_in_pieces():
     arrays = inputs(True)
     wanted, last = token_by_token(*arrays)
-    first, state = gated_delta_rule(*(x[:, :, :70] for x in arrays))
-    second, state = gated_delta_rule(*(x[:, :, 70:-1] for x in arrays), state)
+    first, state, _ = gated_delta_rule(*(x[:, :, :70] for x in arrays))
+    second, state, state_after = gated_delta_rule(*(x[:, :, 70:-1] for x in arrays), state)
     third, state = gated_delta_step(*(x[:, :, -1] for x in arrays), state)
     found = mx.concatenate([first, second, third[:, :, None]], axis=2)
     np.testing.assert_allclose(np.array(found), wanted, atol=1e-5)
     np.testing.assert_allclose(np.array(state), last, atol=1e-5)
+    for n in (1, 10, 64):
+        _, before = token_by_token(*(x[:, :, : 70 + n] for x in arrays))
+        np.testing.assert_allclose(np.array(state_after(n)), before, atol=1e-5)
 
 
 def test_gradients_equal_finite_differences():

@@ -195,7 +195,7 @@ def test_an_evaluation_needs_memory(mixtures, tmp_path, texts, monkeypatch):
         quantize(source, tmp_path / "out", eval_text=texts[1])
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "granitemoehybrid"])
 def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     """Every method; mlx_lm reads the results as mlxlm does."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
@@ -233,6 +233,10 @@ SCALED = {
         **_DOWN, **_SHARED_DOWN,
     },
     "gpt_oss": {**_ATTENTION, "post_attention_layernorm": f"mlp.gate {_SWITCH}"},
+    "granitemoehybrid": {
+        **_ATTENTION, **_DOWN, **_SHARED_DOWN,
+        "post_attention_layernorm": f"mlp.gate {_SWITCH} mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
+    },
     "lfm2": {
         **_ATTENTION, "post_attention_layernorm": "mlp.gate_proj mlp.up_proj", "mlp.up_proj": "mlp.down_proj",
     },

@@ -30,17 +30,19 @@ def events(text: str) -> list:
     return [value if value == "[DONE]" else json.loads(value) for value in data]
 
 
-def body_for(api: str, tools=(), call: str | None = None, logprobs: int | None = None, **fields) -> dict:
+def body_for(
+    api: str, tools=(), call: str | None = None, logprobs: int | None = None, question: str = "Hello!", **fields
+) -> dict:
     """A request of an API, with the fields of chat completions; it must call the function `call`."""
     body = {"temperature": 0, "max_tokens": 20, **fields}
     if api == "completions":
         return {"prompt": "The quick", **body}
     forced = {"parallel_tool_calls": False} if call else {}
     if api == "responses":
-        body |= {"input": "Hello!", "max_output_tokens": body.pop("max_tokens"), "top_logprobs": logprobs}
+        body |= {"input": question, "max_output_tokens": body.pop("max_tokens"), "top_logprobs": logprobs}
         body |= {"tools": [{"type": "function", **tool["function"]} for tool in tools], **forced}
         return body | ({"tool_choice": {"type": "function", "name": call}} if call else {})
-    body["messages"] = [{"role": "user", "content": "Hello!"}]
+    body["messages"] = [{"role": "user", "content": question}]
     if api == "messages":
         body["stop_sequences"] = body.pop("stop", None)
         functions = [tool["function"] for tool in tools]

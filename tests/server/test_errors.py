@@ -203,7 +203,7 @@ def test_a_prompt_that_never_fits_is_a_400_and_one_that_may_fit_later_a_503(lm, 
         model.engine.limit_memory(small)
         error = check_error(client.post("/v1/completions", json={"prompt": [7] * 101}), 400)
         assert error["code"] == "context_length_exceeded" and "memory has room for 95" in error["message"]
-        assert "a larger --max-memory or --kv-bits 8)" in error["message"]
+        assert "fewer tokens, a larger `max_memory`, or `key_bits=8`)" in error["message"]
         grown = client.post("/v1/completions", json={"prompt": [7] * 80, "max_tokens": 99}).json()
         assert grown["usage"]["completion_tokens"] == 16 and grown["choices"][0]["finish_reason"] == "length"
         model.engine.limit_memory(small, large)

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxlm.chat.answer_parser import AnswerParser
+from mlxlm.chat.reasoning import THINK
 from mlxlm.chat.tool_calls import JSON_FORMAT
 from mlxlm.generation import GenerationChunk, GenerationOptions, Request
 from mlxlm.generation.result import TokenLogprob, TokenLogprobs
@@ -23,7 +25,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 
 def parse(pieces, prefix="", tool_format=None, reason="eos"):
     """The kinds and texts of the parts of a text that comes in pieces, and the text."""
-    text, added = Text(0, Request([1], GenerationOptions()), prefix, tool_format), []
+    parser = AnswerParser(tool_format, None if prefix is None else THINK)
+    parser.push(prefix or "")
+    text, added = Text(0, Request([1], GenerationOptions()), parser), []
     for number, piece in enumerate(pieces, 1):
         added += text.push(GenerationChunk(piece, 9, reason if number == len(pieces) else None))
     assert [piece.part for piece in added if piece.is_first] == text.parts
@@ -56,7 +60,7 @@ def test_markup_that_is_cut_off_is_no_text():
 
 
 def test_calls_in_one_chunk_have_their_own_index():
-    text = Text(0, Request([1], GenerationOptions()), "", JSON_FORMAT)
+    text = Text(0, Request([1], GenerationOptions()), AnswerParser(JSON_FORMAT, THINK))
     body = ChatCompletionRequest.model_validate(HELLO)
     reply = _ChatCompletion(SimpleNamespace(name="tiny"), [text], body, {})
     deltas = [
@@ -76,7 +80,7 @@ def test_progress_until_all_texts_have_begun():
 
 def test_parts_begin_and_end_in_turn():
     model = SimpleNamespace(name="tiny", lm=SimpleNamespace(tokenizer=None))
-    text = Text(0, Request([1], GenerationOptions()), "", JSON_FORMAT)
+    text = Text(0, Request([1], GenerationOptions()), AnswerParser(JSON_FORMAT, THINK))
     pieces = text.push(GenerationChunk(f"<think>why</think>\n\nBecause.\n{CALL}", 9, "eos"))
     found = [
         (e["type"].removeprefix("content_block_"), e["index"]) for e in _Message(model, [text], []).push(text, pieces)

@@ -22,6 +22,7 @@ ALL_TESTS = f"""
     cli/test_quickstart.py cli/test_kernels.py doctor {GPU_TESTS} model cache plan backend
     checkpoint/test_load.py checkpoint/test_dequantize.py checkpoint/test_huggingface.py checkpoint/test_mlx_lm.py
     checkpoint/gguf/test_affine.py checkpoint/test_quantized_formats.py
+    checkpoint/test_tensor_parallel.py::test_groups_that_cannot_be_shared_are_dequantized
     generation/test_engine.py generation/test_decoding.py generation/test_decode_step.py generation/test_prefill.py
     generation/test_deterministic.py generation/test_speculative_text.py generation/test_logit_filters.py
     generation/test_launches.py

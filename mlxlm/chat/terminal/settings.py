@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from mlxlm.chat.chat_template import PLAIN
+from mlxlm.chat.reasoning import EFFORTS
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.screen import ReasoningDisplay
 from mlxlm.config.option import options_of, types_of
@@ -21,6 +22,7 @@ CHAT_SETTINGS = {
     "markdown": get_args(Markdown),
     "stats": ("on", "off"),
     "context_overflow": get_args(OverflowPolicy),
+    "reasoning_effort": (*EFFORTS, "default"),
 }
 _OPTIONS = {name: field for name, field in options_of(GenerationOptions).items() if name != "logprobs"}  # not displayed
 NAMES = (*CHAT_SETTINGS, *_OPTIONS)
@@ -58,6 +60,7 @@ def settings_text(settings: Settings, chat: Chat) -> dict[str, str]:
         "markdown": settings.markdown,
         "stats": settings.stats,
         "context_overflow": settings.overflow_policy(chat),
+        "reasoning_effort": chat.reasoning_effort or "default",
         **{name: getattr(chat.options, name) for name in _OPTIONS},
     }
     return {name: _format(value) for name, value in values.items()}
@@ -74,6 +77,8 @@ def set_setting(settings: Settings, chat: Chat, name: str, text: str) -> None:
         raise GenerationError(f"{name} is {text!r}", " or ".join(CHAT_SETTINGS[name]))
     if name == "context_overflow":
         settings.ask_on_overflow, chat.context_overflow = text == "ask", "drop" if text == "drop" else "stop"
+    elif name == "reasoning_effort":
+        chat.reasoning_effort = None if text == "default" else text
     elif name in CHAT_SETTINGS:
         setattr(settings, name, text == "on" if name == "stats" else text)
     else:

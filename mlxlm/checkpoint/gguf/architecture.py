@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import mx
@@ -14,6 +16,18 @@ from mlxlm.families import FAMILIES, WeightMapping, kv_b_mappings
 
 TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TYPES = ("linear", "yarn")
+# Tables of `Architecture.layer` that several have.
+NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
+SEPARATE_QKV = {
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.o_proj",),
+}
+QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
+PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
+GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **PLAIN_MLP}
+LLAMA_LAYER = {**NORMS, **SEPARATE_QKV, **GATED_MLP}
 # Metadata below the architecture's prefix -> ModelConfig's field.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -27,7 +41,21 @@ _EXPERTS = {
     "ffn_gate_inp": ("mlp.gate",),
     **{f"ffn_{name}_exps": (f"mlp.switch_mlp.{name}_proj",) for name in ("gate", "up", "down")},
 }
+_SHARED_EXPERT = {
+    **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": ("mlp.shared_expert_gate",),
+}
+_MAMBA = {
+    "ssm_in": ("mamba.in_proj",),
+    "ssm_conv1d": ("mamba.conv1d",),
+    "ssm_dt.bias": ("mamba.dt_bias",),
+    "ssm_a": ("mamba.A_log",),
+    "ssm_d": ("mamba.D",),
+    "ssm_norm": ("mamba.norm",),
+    "ssm_out": ("mamba.out_proj",),
+}
 _ROUTER_BIAS = "exp_probs_b.bias", "ffn_gate_inp.e_score_correction_bias"
+_SSM_VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # A is -exp(A_log); files have matrices for Mamba
 
 
 @dataclass(frozen=True)
@@ -43,11 +71,15 @@ class Architecture:
         extra_layer: Further entries of `layer` that depend on the configuration.
         norm_offset: Norm weights are stored plus one.
         interleaved: Rows of queries and keys are rotary pairs.
+        groups: Names of tensors in which the rows of several modules alternate -> the field with the number of groups.
+        reorder: Reorders the heads of the decoder's tensors for a file (True), or back.
         biases: Which linear modules have one: "none", "qkv" (optional), "any" (optional) or "all".
         activations: Values of `hidden_act` that it computes.
         experts: Its models can be mixtures of experts.
         free_head_dim: heads · head_dim need not be the hidden size.
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
+        recurrent: Value of `layer_types` of its recurrent layers. A file has no key-value heads for them, unless
+            `read_fields` and `metadata` say otherwise.
         sliding_window: Reads `attention.sliding_window`.
         rope_types: Values of `rope_type` that it computes.
         yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.
@@ -63,11 +95,14 @@ class Architecture:
     extra_layer: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}
     norm_offset: bool = False
     interleaved: bool = False
+    groups: Mapping[str, str] = field(default_factory=dict)
+    reorder: Callable[[ModelConfig, LazyTensors, bool], LazyTensors] = lambda config, tensors, to_file: tensors
     biases: str = "qkv"
     activations: tuple[str, ...] = ("silu",)
     experts: bool = False
     free_head_dim: bool = False
     ties_head: bool = True
+    recurrent: str | None = None
     sliding_window: bool = False
     rope_types: tuple[str, ...] = ROPE_TYPES
     yarn_truncate: bool = True
@@ -75,15 +110,39 @@ class Architecture:
     metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     problems: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
 
-    def with_norm_offset(self, tensors: LazyTensors, sign: int) -> LazyTensors:
-        """The tensors of a file with `sign` added to the weights of norms, if files have them plus one."""
-        if not self.norm_offset:
-            return tensors
+    def from_file(self, tensors: LazyTensors) -> dict[str, LazyTensor]:
+        """The tensors of a file with the decoder's values and shapes, and its name of a router's bias."""
+        result = {}
+        for name, tensor in tensors.items():
+            if self._adds_one(name):
+                tensor = tensor.astype(mx.float32).transform(lambda value: value - 1)
+            elif name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in older files
+                shape = (1, tensor.shape[-1])
+                tensor = tensor.transform(partial(mx.reshape, shape=shape), shape=shape)
+            elif name.endswith(_SSM_VECTORS):
+                tensor = tensor.transform(mx.flatten, shape=(math.prod(tensor.shape),))
+                if name.endswith(".ssm_a"):
+                    tensor = tensor.transform(lambda value: mx.log(-value))
+            result[name.replace(*_ROUTER_BIAS)] = tensor
+        return result
 
-        def add(tensor: LazyTensor) -> LazyTensor:
-            return tensor.astype(mx.float32).transform(lambda value: value + sign)
+    def to_file(self, tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:
+        """The inverse of `from_file`."""
+        result = {}
+        for name, tensor in tensors.items():
+            if self._adds_one(name):
+                tensor = tensor.astype(mx.float32).transform(lambda value: value + 1)
+            elif name.endswith(".ssm_a"):
+                tensor = tensor.astype(mx.float32).transform(lambda value: -mx.exp(value))
+            if name.endswith(_SSM_VECTORS) and self.recurrent == "mamba":
+                size = tensor.shape[0]
+                shape = (config.mamba_n_groups, size // config.mamba_n_groups) if "norm" in name else (size, 1)
+                tensor = tensor.transform(partial(mx.reshape, shape=shape), shape=shape)
+            result[name.replace(*_ROUTER_BIAS[::-1])] = tensor
+        return result
 
-        return {name: add(tensor) if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+    def _adds_one(self, name: str) -> bool:
+        return self.norm_offset and name.endswith("norm.weight") and not name.endswith(_SSM_VECTORS)
 
     @property
     def norm_eps_key(self) -> str:
@@ -98,22 +157,34 @@ class Architecture:
 
     def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
         """How a file of this architecture stores the modules of `config`."""
-        q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        rows = {"attn_qkv": (q, kv, kv), "ffn_up": (config.intermediate_size,) * 2}
+        rows = {
+            f"model.layers.{i}.{matrix.module}": matrix.outputs
+            for i, kind in enumerate(config.layer_sublayers)
+            for sublayer in kind
+            for matrix in sublayer.matrices
+        }
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         layer = {**self.layer, **(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
+        layer |= _SHARED_EXPERT if config.shared_expert_intermediate_size else {}
+        layer |= _MAMBA if self.recurrent == "mamba" else {}
         mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
         # For files of deepseek2 that have it instead of the later ones, attn_k_b and attn_v_b.
         mappings += [replace(m, name=f"blk.{i}.attn_kv_b") for i, m in enumerate(kv_b_mappings(config))]
         for i in range(config.num_hidden_layers):
             for name, modules in layer.items():
                 full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
+                if len(modules) > 1 and full_names[0] not in rows:  # of another kind of layer
+                    continue
                 interleaved = heads.get(name, 0) if self.interleaved else 0
-                fused_rows = rows[name] if len(modules) > 1 else ()
-                mappings.append(WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, interleaved=interleaved))
+                fused_rows = tuple(rows[module] for module in full_names) if len(modules) > 1 else ()
+                groups = getattr(config, self.groups[name]) if name in self.groups else 1
+                mappings.append(
+                    WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
+                )
         return mappings
 
-    def renamed(self, tensors: LazyTensors, from_file: bool) -> dict[str, LazyTensor]:
-        """The tensors with the name of the bias of a router for the decoder, or for a file."""
-        before, after = _ROUTER_BIAS if from_file else _ROUTER_BIAS[::-1]
-        return {name.replace(before, after): tensor for name, tensor in tensors.items()}
+
+def read_experts(keys: MetadataReader) -> dict[str, Any]:
+    """The number of experts, and how many of them a token goes to; empty without experts."""
+    count = keys.count("expert_count", 0)
+    return {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count")} if count else {}

@@ -8,8 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.checkpoint.gguf import deepseek2
-from mlxlm.checkpoint.gguf.architecture import ROPE_TYPES, TOP_MODULES, Architecture
+from mlxlm.checkpoint.gguf import deepseek2, hybrids, qwen
+from mlxlm.checkpoint.gguf.architecture import (
+    GATED_MLP,
+    LLAMA_LAYER,
+    NORMS,
+    PLAIN_MLP,
+    QK_NORMS,
+    ROPE_TYPES,
+    SEPARATE_QKV,
+    TOP_MODULES,
+    Architecture,
+    read_experts,
+)
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.config import ModelConfig
@@ -17,30 +28,19 @@ from mlxlm.config.components import FULL, SLIDING
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
-_NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
-_SEPARATE_QKV = {
-    "attn_q": ("self_attn.q_proj",),
-    "attn_k": ("self_attn.k_proj",),
-    "attn_v": ("self_attn.v_proj",),
-    "attn_output": ("self_attn.o_proj",),
-}
 _FUSED_QKV = {
     "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn_output": ("self_attn.o_proj",),
 }
-_QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
-_PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
-_GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
-_LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
 _GEMMA2_LAYER = {
-    **_SEPARATE_QKV,
-    **_GATED_MLP,
+    **SEPARATE_QKV,
+    **GATED_MLP,
     "attn_norm": ("input_layernorm",),
     "post_attention_norm": ("post_attention_layernorm",),
     "ffn_norm": ("pre_feedforward_layernorm",),
     "post_ffw_norm": ("post_feedforward_layernorm",),
 }
-_GPT_LAYER = {**_NORMS, **_FUSED_QKV, **_PLAIN_MLP}
+_GPT_LAYER = {**NORMS, **_FUSED_QKV, **PLAIN_MLP}
 _SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, with its defaults
 
 
@@ -50,28 +50,6 @@ def _read_biases(keys: MetadataReader) -> dict[str, Any]:
 
 def _read_all_biases(keys: MetadataReader) -> dict[str, Any]:
     return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
-
-
-def _read_experts(keys: MetadataReader) -> dict[str, Any]:
-    count = keys.count("expert_count", 0)
-    return {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count")} if count else {}
-
-
-def _read_qwen3_moe(keys: MetadataReader) -> dict[str, Any]:
-    experts = _read_experts(keys)
-    width = keys.count("feed_forward_length") // max(1, experts.get("num_experts_per_tok", 1))
-    return {
-        **experts,
-        "moe_intermediate_size": keys.count("expert_feed_forward_length", width),
-        "norm_topk_prob": True,
-    }
-
-
-def _qwen3_moe_problems(config: ModelConfig) -> Iterator[str]:
-    if not config.norm_topk_prob:
-        yield "norm_topk_prob is False"
-    if config.mlp_layer_types is not None:
-        yield "some layers are dense"
 
 
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
@@ -86,7 +64,7 @@ def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
 def _read_llama(keys: MetadataReader) -> dict[str, Any]:
     """A sliding window means Mistral; without one, Mistral and Llama are the same model. Experts mean Mixtral."""
     window = keys.count("attention.sliding_window", 0)
-    if experts := _read_experts(keys):
+    if experts := read_experts(keys):
         return {"model_type": "mixtral", "sliding_window": window or None, **experts}
     if window:
         return {"model_type": "mistral", "sliding_window": window}
@@ -206,29 +184,20 @@ def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
 
 def _read_granite(keys: MetadataReader) -> dict[str, Any]:
     keys.check(keys.flag("granite.rope.scaling.finetuned", True), "granite without rotary positions isn't supported")
-    return {
-        **_read_all_biases(keys),
-        "logits_scaling": keys.number("logit_scale"),
-        "residual_multiplier": keys.number("residual_scale", 1.0) or 1.0,
-        "embedding_multiplier": keys.number("embedding_scale", 1.0) or 1.0,
-        "attention_multiplier": keys.number("attention.scale", 0.0)
-        or (keys.count("embedding_length") // keys.count("attention.head_count")) ** -0.5,
-    }
+    return {**_read_all_biases(keys), **hybrids.read_granite_multipliers(keys)}
 
 
-def _granite_metadata(config: ModelConfig) -> dict[str, Any]:
-    scalar = config.query_pre_attn_scalar
-    return {
-        **({} if scalar is None else {"attention.scale": float(scalar**-0.5)}),
-        "logit_scale": float(config.logits_scaling),
-        "residual_scale": float(config.residual_multiplier),
-        "embedding_scale": float(config.embedding_multiplier),
-    }
+def _granite_problems(config: ModelConfig) -> Iterator[str]:
+    """Of Granite 4 without Mamba and experts, which is Granite 3."""
+    if config.num_experts is not None:
+        yield "it has experts"
+    if config.positions != "rope":
+        yield "it has no rotary positions"
 
 
 def _read_gpt_oss(keys: MetadataReader) -> dict[str, Any]:
     return {
-        **_read_experts(keys),
+        **read_experts(keys),
         "intermediate_size": keys.count("expert_feed_forward_length"),
         "sliding_window": keys.count("attention.sliding_window"),
         "attention_bias": True,
@@ -282,7 +251,7 @@ ARCHITECTURES = {
         Architecture(
             "llama",
             ("llama", "mistral", "mixtral"),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             experts=True,
             interleaved=True,
             biases="any",
@@ -290,24 +259,45 @@ ARCHITECTURES = {
             rope_types=(*ROPE_TYPES, "llama3"),
             read_fields=_read_llama,
         ),
-        Architecture("qwen2", ("qwen2",), _LLAMA_LAYER, read_fields=_read_qwen2),
+        Architecture("qwen2", ("qwen2",), LLAMA_LAYER, read_fields=_read_qwen2),
         Architecture(
             "qwen3",
             ("qwen3",),
-            {**_LLAMA_LAYER, **_QK_NORMS},
+            {**LLAMA_LAYER, **QK_NORMS},
             free_head_dim=True,
             read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
         ),
         Architecture(
+            "qwen2moe",
+            ("qwen2_moe",),
+            LLAMA_LAYER,
+            experts=True,
+            ties_head=False,
+            read_fields=lambda keys: {**qwen.read_experts(keys), "qkv_bias": keys.has_tensor("blk.0.attn_q.bias")},
+            metadata=qwen.expert_metadata,
+            problems=lambda config: qwen.expert_problems(config, norm_topk_prob=False),
+        ),
+        Architecture(
             "qwen3moe",
             ("qwen3_moe",),
-            {**_LLAMA_LAYER, **_QK_NORMS},
+            {**LLAMA_LAYER, **QK_NORMS},
             experts=True,
             biases="none",
             free_head_dim=True,
-            read_fields=_read_qwen3_moe,
-            metadata=lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
-            problems=_qwen3_moe_problems,
+            read_fields=lambda keys: {**qwen.read_experts(keys), "norm_topk_prob": True},
+            metadata=qwen.expert_metadata,
+            problems=lambda config: qwen.expert_problems(config, norm_topk_prob=True),
+        ),
+        *qwen.HYBRIDS,
+        Architecture(
+            "glm4moe",
+            ("glm4_moe",),
+            deepseek2.GLM4_MOE_LAYER,
+            experts=True,
+            free_head_dim=True,
+            read_fields=deepseek2.read_glm4_moe,
+            metadata=deepseek2.router_metadata,
+            problems=deepseek2.glm4_moe_problems,
         ),
         Architecture(
             "deepseek2",
@@ -323,17 +313,17 @@ ARCHITECTURES = {
         Architecture(
             "olmoe",
             ("olmoe",),
-            {**_LLAMA_LAYER, **_QK_NORMS},
+            {**LLAMA_LAYER, **QK_NORMS},
             experts=True,
             biases="none",
             ties_head=False,
-            read_fields=lambda keys: {**_read_experts(keys), "norm_topk_prob": False},
+            read_fields=lambda keys: {**read_experts(keys), "norm_topk_prob": False},
             problems=_olmoe_problems,
         ),
         Architecture(
             "gemma3",
             ("gemma3_text",),
-            {**_GEMMA2_LAYER, **_QK_NORMS},
+            {**_GEMMA2_LAYER, **QK_NORMS},
             norm_offset=True,
             free_head_dim=True,
             sliding_window=True,
@@ -345,7 +335,7 @@ ARCHITECTURES = {
         Architecture(
             "smollm3",
             ("smollm3",),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             interleaved=True,
             biases="any",
             read_fields=_read_all_biases,
@@ -353,18 +343,20 @@ ARCHITECTURES = {
         ),
         Architecture(
             "granite",
-            ("granite",),
-            _LLAMA_LAYER,
+            ("granite", "granitemoehybrid"),
+            LLAMA_LAYER,
             interleaved=True,
             biases="any",
             rope_types=(*ROPE_TYPES, "llama3"),
             read_fields=_read_granite,
-            metadata=_granite_metadata,
+            metadata=hybrids.granite_metadata,
+            problems=_granite_problems,
         ),
+        *hybrids.ARCHITECTURES,
         Architecture(
             "arcee",
             ("arcee",),
-            {**_NORMS, **_SEPARATE_QKV, **_PLAIN_MLP},
+            {**NORMS, **SEPARATE_QKV, **PLAIN_MLP},
             interleaved=True,
             biases="none",
             activations=("relu2",),
@@ -373,7 +365,7 @@ ARCHITECTURES = {
         Architecture(
             "starcoder2",
             ("starcoder2",),
-            {**_NORMS, **_SEPARATE_QKV, **_PLAIN_MLP},
+            {**NORMS, **SEPARATE_QKV, **PLAIN_MLP},
             biases="all",
             activations=_GELU,
         ),
@@ -392,7 +384,7 @@ ARCHITECTURES = {
         Architecture(
             "gemma",
             ("gemma",),
-            _LLAMA_LAYER,
+            LLAMA_LAYER,
             norm_offset=True,
             free_head_dim=True,
             activations=_GELU_TANH,
@@ -403,9 +395,9 @@ ARCHITECTURES = {
             "olmo2",
             ("olmo2", "olmo3"),
             {
-                **_SEPARATE_QKV,
-                **_QK_NORMS,
-                **_GATED_MLP,
+                **SEPARATE_QKV,
+                **QK_NORMS,
+                **GATED_MLP,
                 "post_attention_norm": ("post_attention_layernorm",),
                 "post_ffw_norm": ("post_feedforward_layernorm",),
             },
@@ -421,7 +413,7 @@ ARCHITECTURES = {
             {
                 "attn_norm": ("input_layernorm",),
                 "post_attention_norm": ("post_attention_layernorm",),
-                **_SEPARATE_QKV,
+                **SEPARATE_QKV,
                 "attn_sinks.weight": ("self_attn.sinks",),
             },
             experts=True,
@@ -438,7 +430,7 @@ ARCHITECTURES = {
             "phi2",
             ("phi",),
             # files from before 2024 have fused projections
-            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_SEPARATE_QKV, **_PLAIN_MLP},
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **SEPARATE_QKV, **PLAIN_MLP},
             biases="all",
             ties_head=False,
             activations=_GELU,
@@ -446,7 +438,7 @@ ARCHITECTURES = {
         Architecture(
             "phi3",
             ("phi3",),
-            {**_NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
+            {**NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
             biases="none",
             rope_types=(*ROPE_TYPES, "longrope"),
             read_fields=lambda keys: {"sliding_window": keys.count("attention.sliding_window", 0) or None},
@@ -482,7 +474,7 @@ ARCHITECTURES = {
         Architecture(
             "falcon",
             ("falcon",),
-            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_PLAIN_MLP},
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **PLAIN_MLP},
             extra_layer=_falcon_norms,
             biases="none",
             read_fields=_read_falcon,

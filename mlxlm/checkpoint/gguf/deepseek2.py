@@ -1,6 +1,8 @@
 """llama.cpp's `deepseek2`: models with latent attention, from DeepSeek V2 and V3 to GLM-4.7-Flash.
 
-Files store `kv_b_proj` as it is, or since April 2025 its two parts, with a cache of one key-value head.
+Also `glm4moe` (GLM-4.5), which has the experts of DeepSeek V3, and grouped-query attention.
+
+Files of `deepseek2` store `kv_b_proj` as it is, or since April 2025 its two parts, with a cache of one key-value head.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ LAYER = {
     "attn_output": ("self_attn.o_proj",),
     "ffn_norm": ("post_attention_layernorm",),
     **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
-    **{f"ffn_{name}_shexp": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
+}
+GLM4_MOE_LAYER = {
+    "attn_norm": ("input_layernorm",),
+    **{f"attn_{name}": (f"self_attn.{name}_proj",) for name in "qkv"},
+    "attn_output": ("self_attn.o_proj",),
+    "attn_q_norm": ("self_attn.q_norm",),
+    "attn_k_norm": ("self_attn.k_norm",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    **{name: modules for name, modules in LAYER.items() if name.startswith("ffn_") and name != "ffn_norm"},
 }
 _GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
 _YARN_LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale and mscale_all_dim
@@ -54,22 +64,40 @@ def read_fields(keys: MetadataReader) -> dict[str, Any]:
         "qk_rope_head_dim": rotary,
         "v_head_dim": value_dim,
         "rope_parameters": rope,
+        "n_group": groups,
+        "topk_group": keys.count("expert_group_used_count", 1),
+        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if groups > 1 else "greedy",
+        **_read_router(keys),
+    }
+
+
+def _read_router(keys: MetadataReader) -> dict[str, Any]:
+    return {
         "n_routed_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "n_shared_experts": keys.count("expert_shared_count", 0),
         "first_k_dense_replace": keys.count("leading_dense_block_count", 0),
-        "n_group": groups,
-        "topk_group": keys.count("expert_group_used_count", 1),
-        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if groups > 1 else "greedy",
         "norm_topk_prob": keys.flag(f"{keys.architecture}.expert_weights_norm", False),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
     }
 
 
+def router_metadata(config: ModelConfig) -> dict[str, Any]:
+    """The metadata of the experts; keys without the architecture's prefix."""
+    return {
+        "leading_dense_block_count": (config.mlp_layer_types or ()).count(DENSE),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": write_shared_experts(config)["n_shared_experts"],
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_gating_func": _GATING[config.router],
+    }
+
+
 def metadata(config: ModelConfig) -> dict[str, Any]:
     """The metadata of a configuration; keys without the architecture's prefix."""
-    rank, types = config.kv_lora_rank or 0, config.mlp_layer_types or ()
+    rank = config.kv_lora_rank or 0
     log_multiplier = (config.rope_scaling or {}).get("mscale_all_dim")
     groups = {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
     return {
@@ -80,12 +108,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.value_length": rank,
         "attention.key_length_mla": config.head_dim,
         "attention.value_length_mla": config.v_head_dim,
-        "leading_dense_block_count": types.count(DENSE),
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_count": write_shared_experts(config)["n_shared_experts"],
-        "expert_weights_scale": float(config.routed_scaling_factor),
-        "expert_weights_norm": config.norm_topk_prob,
-        "expert_gating_func": _GATING[config.router],
+        **router_metadata(config),
         **(groups if config.n_group > 1 else {}),
         **({_YARN_LOG: 0.1 * log_multiplier} if log_multiplier else {}),
     }
@@ -93,12 +116,36 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
 
 def problems(config: ModelConfig) -> Iterator[str]:
     """Reasons why llama.cpp can't run a configuration."""
-    types = config.mlp_layer_types or ()
-    if DENSE in types[types.count(DENSE) :]:
-        yield "a dense layer follows one with experts"
+    yield from _dense_layer_problems(config)
     if config.router == "softmax" and config.n_group > 1:
         yield f"n_group is {config.n_group}, llama.cpp chooses groups as DeepSeek V3 does"
     scaling = config.rope_scaling or {}
     mscales = {scaling.get("mscale"), scaling.get("mscale_all_dim")}
     if scaling.get("rope_type") == "yarn" and (len(mscales) > 1 or None in mscales):
         yield "its YaRN needs equal mscale and mscale_all_dim"
+
+
+def _dense_layer_problems(config: ModelConfig) -> Iterator[str]:
+    types = config.mlp_layer_types or ()
+    if DENSE in types[types.count(DENSE) :]:
+        yield "a dense layer follows one with experts"
+
+
+def read_glm4_moe(keys: MetadataReader) -> dict[str, Any]:
+    """As `read_fields`, of GLM-4.5."""
+    return {
+        **_read_router(keys),
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+
+
+def glm4_moe_problems(config: ModelConfig) -> Iterator[str]:
+    """As `problems`, of GLM-4.5."""
+    yield from _dense_layer_problems(config)
+    if config.n_group != 1:
+        yield f"n_group is {config.n_group}"
+    if not config.shared_expert_intermediate_size:
+        yield "it has no shared experts"

@@ -321,6 +321,18 @@ class MetadataReader:
                 f"{key} differs between the layers, which this decoder doesn't support",
             )
             value = values[0]
+        return self._check_size(key, value)
+
+    def counts(self, short: str, layers: int) -> list[int]:
+        """A size of each layer, which may also be one for all."""
+        key = f"{self.architecture}.{short}"
+        value = self.header.metadata.get(key)
+        if not isinstance(value, Array):
+            return [self.count(short)] * layers
+        self.check(value.count == layers, f"{key} has {value.count} values, one for each of {layers} layers is needed")
+        return [self._check_size(key, item) for item in value.read()]
+
+    def _check_size(self, key: str, value: Any) -> int:
         value = self._check_type(key, int, "a whole number", value)
         self.check(0 <= value < 2**31, f"{key} is {value}, it must be a size")
         return value

@@ -21,6 +21,7 @@ _DIGIT, _DIGITS, _THREE = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
 _LLAMA3_REST = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + _LLAMA3_REST
 _QWEN = _LLAMA3.replace(r"\p{N}{1,3}", _DIGIT)
+_QWEN35 = _QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _PUNCTUATION = "punctuation"  # runs of Unicode and ASCII punctuation
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -76,6 +77,7 @@ _SPECS = (
     (PreTokenizerSpec((_LLAMA3,), ignore_merges=True), "glm4"),
     (PreTokenizerSpec((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe"),
     (PreTokenizerSpec((_QWEN,), nfc=True), "qwen2"),
+    (PreTokenizerSpec((_QWEN35,), nfc=True), "qwen35"),
     (PreTokenizerSpec((_QWEN,)), "stablelm2 deepseek-r1-qwen megrez hunyuan"),
     (PreTokenizerSpec((_DIGIT, _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
     (PreTokenizerSpec((_PUNCTUATION, _GPT2, _DIGITS, _THREE), mismatch=_FALCON), "falcon"),

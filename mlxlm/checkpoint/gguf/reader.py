@@ -18,11 +18,15 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
+from mlxlm.config import ModelConfig
+from mlxlm.config.components import FULL
 from mlxlm.families import FAMILIES, config_from_hf, family_config, weight_mappings
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_PARTS = 1000
+_MTP_LAYERS = "nextn_predict_layers"  # how many of block_count predict several tokens
+_KV_HEADS, _WIDTH = "attention.head_count_kv", "feed_forward_length"
 
 
 def open_gguf(path: Path | str) -> Checkpoint:
@@ -38,12 +42,16 @@ def open_gguf(path: Path | str) -> Checkpoint:
     architecture = _architecture(keys)
     values = _read_hf_config(keys, architecture)
     config = config_from_hf(values, source=str(header.path))
-    infos = {name: info for name, info in header.tensors.items() if name not in ROPE_TENSORS}
+    infos = {
+        name: info
+        for name, info in header.tensors.items()
+        if name not in ROPE_TENSORS and not _predicts_more_tokens(name, keys, config)
+    }
     mappings = architecture.weight_mappings(config)
 
     def decoder_weights(tensors: LazyTensors) -> LazyTensors:
-        tensors = architecture.renamed(architecture.with_norm_offset(tensors, -1), from_file=True)
-        return to_decoder_weights(mappings, tensors, str(header.path))
+        loaded = to_decoder_weights(mappings, architecture.from_file(tensors), str(header.path))
+        return architecture.reorder(config, loaded, False)
 
     described = {name: read_tensor(info) for name, info in infos.items()}
     embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
@@ -55,6 +63,8 @@ def open_gguf(path: Path | str) -> Checkpoint:
     opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
     # Parts of a matrix with other groups, in this file or in mlx_lm's.
     parts = {part for m in weight_mappings(config, for_mlx=True) if m.per_head for part in m.modules}
+    if (config.linear_value_head_dim or 0) % affine.GROUP_SIZE:  # groups that span heads can't be reordered
+        parts |= {part for m in mappings for part in m.modules if part.endswith("linear_attn.out_proj")}
     modules = {m.name for m in mappings if not m.per_head and parts.isdisjoint(m.modules)}
     packed = decoder_weights(affine.packed_tensors(infos, described, modules))
     if (quantization := affine.quantization_config(packed)) is None:
@@ -63,6 +73,12 @@ def open_gguf(path: Path | str) -> Checkpoint:
 
 
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)
+
+
+def _predicts_more_tokens(name: str, keys: MetadataReader, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to the layers after the last one, which predict several tokens and aren't used."""
+    layer = name.removeprefix("blk.").partition(".")[0]
+    return keys.has(_MTP_LAYERS) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def _join_parts(header: Header) -> Header:
@@ -107,9 +123,18 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     """
     hidden, heads = _check_sizes(keys)
     head_dim = keys.count("attention.key_length", hidden // heads)
+    layers, mtp_layers = keys.count("block_count"), keys.count(_MTP_LAYERS, 0)
+    kv_heads = keys.counts(_KV_HEADS, layers) if keys.has(_KV_HEADS) else [heads] * layers
+    recurrent = architecture.recurrent
+    differ = any(n != max(kv_heads) and not (n == 0 and recurrent) for n in kv_heads)
+    keys.check(not differ, f"{keys.architecture}.{_KV_HEADS} differs between the layers")
+    expert_width = keys.count("expert_feed_forward_length", 0) or None
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
-        **{name: keys.count(key, heads if key == "attention.head_count_kv" else None) for key, name in SIZES.items()},
+        **{name: keys.count(key) for key, name in SIZES.items() if key not in (_KV_HEADS, _WIDTH)},
+        "num_hidden_layers": layers - mtp_layers,
+        "num_key_value_heads": max(kv_heads),
+        "intermediate_size": keys.count(_WIDTH, expert_width),  # not in all files without dense layers
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),
@@ -122,7 +147,9 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     model_type = extra.get("model_type", architecture.families[0])
     family = FAMILIES[model_type]
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
-    if architecture.fixed_values.get("positions", "rope") == "rope":
+    if recurrent:
+        values["layer_types"] = [FULL if n else recurrent for n in kv_heads]
+    if architecture.fixed_values.get("positions", "rope") == "rope" and extra.get("position_embedding_type") != "nope":
         rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim, architecture.yarn_truncate)
         values |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}  # for Phi-3
     return {"model_type": model_type, **values, **extra}

@@ -38,6 +38,11 @@ _SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1
 IMPORTANCE_OUTTYPES = tuple(name for name, (_, kind) in _FILE_TYPES.items() if kind in USE_IMPORTANCE)
 _VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 _POSITIONS = "position_embd.weight"
+# Besides vectors, biases and positions.
+_FLOAT32 = (
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
+    "ssm_norm.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,13 +141,14 @@ def _model_name(name: str) -> str:
 def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: LazyTensors) -> dict[str, LazyTensor]:
     if config.tie_word_embeddings and not architecture.ties_head:
         tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-    result = architecture.renamed(to_file_weights(architecture.weight_mappings(config), tensors), from_file=False)
-    return {**rope_tensors(config), **architecture.with_norm_offset(result, 1)}
+    tensors = architecture.reorder(config, tensors, True)
+    result = to_file_weights(architecture.weight_mappings(config), tensors)
+    return {**rope_tensors(config), **architecture.to_file(result, config)}
 
 
 def _stays_float32(name: str, tensor: LazyTensor) -> bool:
-    """Whether llama.cpp's converter writes float32 whatever the type of the matrices: vectors, positions, routers."""
-    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", "ffn_gate_inp.weight"))
+    """Whether llama.cpp's converter writes float32 whatever the type of the matrices."""
+    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", *_FLOAT32))
 
 
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig, has_importance: bool) -> str:
@@ -240,13 +246,15 @@ def architecture_for(config: ModelConfig) -> Architecture:
     Raises:
         CheckpointError: llama.cpp has no such model, or doesn't implement a field, which is named.
     """
+    problem = None
     for architecture in ARCHITECTURES.values():
         if config.model_type in architecture.families:
             problem = next(_problems(config, architecture), None)
-            if problem:
-                message = f"this {config.model_type} model can't be written as GGUF for llama.cpp: {problem}"
-                raise CheckpointError(message, "a folder as output")
-            return architecture
+            if problem is None:
+                return architecture
+    if problem is not None:
+        message = f"this {config.model_type} model can't be written as GGUF for llama.cpp: {problem}"
+        raise CheckpointError(message, "a folder as output")
     families = ", ".join(family for architecture in ARCHITECTURES.values() for family in architecture.families)
     raise CheckpointError(f"llama.cpp has no {config.model_type} models", f"a model of one of {families}")
 
@@ -263,7 +271,7 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
         optional = architecture.biases == "any" or (architecture.biases == "qkv" and name == "attention_bias")
         if not optional and value != (architecture.biases == "all"):
             yield f"{name} is {value}"
-    if config.layer_types is not None and not architecture.sliding_window:
+    if config.layer_types is not None and not architecture.sliding_window and not architecture.recurrent:
         yield "layer_types differ"
     yield from architecture.problems(config)
     yield from rope_problems(config, architecture.rope_types, architecture.yarn_truncate)
@@ -300,5 +308,7 @@ def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str
         values |= rope_metadata(config)
     if config.sliding_window:
         values["attention.sliding_window"] = config.sliding_window
+    if architecture.recurrent:
+        values["attention.head_count_kv"] = [mixer.kv_heads for mixer, _ in config.layer_sublayers]
     values |= architecture.metadata(config)
     return {f"{architecture.name}.{short}": value for short, value in values.items()}

@@ -48,7 +48,6 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_group": 1},
     "glm_moe_dsa": {"mlp_bias": False},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    "granitemoehybrid": {"mamba_n_groups": 1},
     "jamba": {"num_experts": 1},
     "llama4": {"num_experts_per_tok": 1},
     "mamba": {"layer_norm_epsilon": 1e-5},
@@ -91,7 +90,7 @@ def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
     model_type = values.get("model_type")
     if model_type == "llama4_text":  # mlx_lm's own model has no experts and a tied head
         return not values.get("tie_word_embeddings") or bool(values.get("moe_layers"))
-    return model_type in ("gemma3n_text", "qwen3_5_text", "qwen3_5_moe_text")
+    return bool(model_type == "gemma3n_text")
 
 
 def _number(value: Any) -> Any:
@@ -237,13 +236,6 @@ def _minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
     return _identity_scaling(values)
 
 
-def _granite_hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"linear_attention": "mamba", FULL: "attention"}
-    types = [names.get(layer_type, layer_type) for layer_type in values.get("layer_types") or ()]
-    uses_rope = values.get("position_embedding_type") == "rope"
-    return {"layer_types": types, "position_embedding_type": "rope" if uses_rope else "nope"}
-
-
 def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
     if "linear_attn_alpha_factor" in values:  # files of MiniMax M2 can have the same model_type
         raise CheckpointError("mlx_lm's minimax is MiniMax M2, without the linear attention of this model")
@@ -271,7 +263,6 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma4_unified_text": lambda values: {"hidden_size_per_layer_input": 0, **values},
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
-    "granitemoehybrid": _granite_hybrid,
     "llama4_text": _llama4,
     "longcat_flash": _longcat_flash,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},

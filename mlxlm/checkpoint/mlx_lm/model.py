@@ -48,7 +48,7 @@ _COUNT_FIELD = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts)$")
 # Values of `quant_method` that mlx_lm loads, None among them. It reads GPTQ's weights as if their layout was AWQ's.
 _QUANT_METHODS = (None, "awq", "bitnet", "compressed-tensors", "fp8", "modelopt", "mxfp4", "mxfp8")
 _PARTIAL_ROTARY_FIELDS = {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
-_PARTIAL_ROTARY_MODELS = ("glm", "qwen3_5", "qwen3_5_moe", "recurrent_gemma")
+_PARTIAL_ROTARY_MODELS = ("glm", "recurrent_gemma")
 _MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
 Weights = dict[str, mx.array]
 
@@ -374,8 +374,8 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
                 weights = {prefix + n.removeprefix(prefix).removeprefix(outer): x for n, x in weights.items()}
             for pattern, new in _RENAMED.get(name, ()):
                 weights = {re.sub(pattern, new, n): x for n, x in weights.items()}
-            if name in _CONVERT:
-                weights = _CONVERT[name](weights)
+            if name == "gemma3n":
+                weights = _gemma3n(weights)
             if name == "ernie4_5_moe":
                 _check_ernie4_5_moe(weights)
             return self.merge(True, super().sanitize(weights) if hasattr(model_class, "sanitize") else weights)
@@ -401,22 +401,6 @@ def _gemma3n(weights: Weights) -> Weights:
     return result
 
 
-def _stack_experts(weights: Weights) -> Weights:
-    """Experts one by one, where mlx_lm expects gate and up projections in one matrix of all experts."""
-    result: Weights = {}
-    stacks: dict[str, dict[int, mx.array]] = {}
-    for name, value in weights.items():
-        if match := re.fullmatch(r"(.+)\.experts\.(\d{1,9})\.(\w+\.weight)", name):
-            stacks.setdefault(f"{match[1]}.switch_mlp.{match[3]}", {})[int(match[2])] = value
-        else:
-            result[name] = value
-    return result | {name: mx.stack([stack[i] for i in range(len(stack))]) for name, stack in stacks.items()}
-
-
-_CONVERT: dict[str, Callable[[Weights], Weights]] = {
-    "gemma3n": _gemma3n,
-    "qwen3_5_moe": _stack_experts,
-}
 # Pattern of a name that transformers saves, and what mlx_lm's model has instead.
 _RENAMED = {
     "nanochat": (

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.chat.reasoning import OPEN
+from mlxlm.chat.reasoning import reasoning_tags
 from mlxlm.checkpoint.local_models import HUB, OWN, find_removable, remove
 from mlxlm.server.endpoints.ollama import OllamaRequest, timestamp
 from mlxlm.server.errors import ApiError, invalid, to_api_error
@@ -91,7 +91,7 @@ async def show(request: Request) -> JSONResponse:
     capabilities = ["completion", "tools"]  # a grammar makes any model call tools
     if model.is_embedding_model:
         capabilities = ["embedding"]
-    if OPEN in template:
+    if reasoning_tags(template):
         capabilities.append("thinking")
     if model.fills_in_the_middle:
         capabilities.append("insert")

@@ -17,7 +17,7 @@ def test_completions_are_in_order_and_help_takes_names(lm):
 
     assert offered("/s") == ["/system ", "/set ", "/show ", "/stats", "/save ", "/sessions"]
     assert offered("/help sa") == ["save"] and offered("/set reasoning ") == ["show", "dim", "hide"]
-    assert offered("/set rea") == ["reasoning "]
+    assert offered("/set rea") == ["reasoning ", "reasoning_effort "]
 
 
 def test_mentions_are_completed(lm, tmp_path, monkeypatch):

@@ -30,6 +30,10 @@ def test_settings(lm):
     assert (
         chat.context_overflow == "stop" and settings_text(settings, chat)["context_overflow"] == "ask"
     )  # the terminal does
+    set_setting(settings, chat, "reasoning_effort", "low")
+    assert (chat.reasoning_effort, settings_text(settings, chat)["reasoning_effort"]) == ("low", "low")
+    set_setting(settings, chat, "reasoning_effort", "default")
+    assert chat.reasoning_effort is None
     assert settings_text(settings, chat)["logit_bias"] == "5=-2.0 6=1.5"
 
 

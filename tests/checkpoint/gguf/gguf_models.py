@@ -35,6 +35,16 @@ _LATENT = {
     "n_shared_experts": 2, "first_k_dense_replace": 1,
     "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
+_HYBRID = {
+    **_COMMON, **_EXPERTS, "head_dim": 32, "full_attention_interval": 2, "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "partial_rotary_factor": 0.25,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+_MAMBA = {
+    **_COMMON, "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 16,
+}  # fmt: skip
+_CONVOLUTIONS = {**_COMMON, "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True}
 _WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
     "llama": _COMMON,
@@ -61,9 +71,32 @@ MODELS = {
         **_COMMON, "model_type": "granite", "attention_multiplier": 0.3, "embedding_multiplier": 1.5,
         "residual_multiplier": 0.7, "logits_scaling": 3.0,
     },
+    "granite-4": {
+        **_MAMBA, "attention_multiplier": 0.3, "embedding_multiplier": 1.5, "residual_multiplier": 0.7,
+        "logits_scaling": 3.0, "num_local_experts": 0, "shared_intermediate_size": 96, "tie_word_embeddings": True,
+    },
+    "granite-4-moe": {
+        **_MAMBA, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 64, "mamba_n_groups": 2,
+        "attention_bias": False,
+    },
+    "lfm2": {**_CONVOLUTIONS, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    "lfm2-moe": {
+        **_CONVOLUTIONS, **_EXPERTS, "model_type": "lfm2_moe", "moe_intermediate_size": 32, "num_dense_layers": 1,
+    },
     "mixtral": {**_COMMON, "model_type": "mixtral", "num_local_experts": 4, "head_dim": 32},
     "qwen3-moe": {
         **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+    "qwen2-moe": {
+        **_COMMON, **_EXPERTS, "model_type": "qwen2_moe", "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3-next": {**_HYBRID, "model_type": "qwen3_next", "norm_topk_prob": True},
+    "qwen3.5": {**_HYBRID, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
+    "qwen3.5-moe": {**_HYBRID, "model_type": "qwen3_5_moe_text"},
+    "glm4-moe": {
+        **_LATENT, "model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 32, "n_group": 1, "topk_group": 1,
+        "use_qk_norm": True, "attention_bias": True, "rope_scaling": None,
     },
     "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe", "num_key_value_heads": 4},
     "deepseek-v3": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 2, "topk_group": 1},

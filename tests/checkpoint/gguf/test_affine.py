@@ -146,7 +146,7 @@ def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, m
     logits, expected, quantized = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
     assert_close(logits, expected, 1e-4)
     assert sorted(set(formats(quantized).values())) == [4, 8]
-    assert "model.layers.0.self_attn.o_proj" in formats(quantized)
+    assert any(name.endswith("self_attn.o_proj") for name in formats(quantized))
     if model.config.num_experts:
         assert isinstance(quantized.layers[-1].mlp.switch_mlp.up_proj, QuantizedSwitchLinear)
 
