@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlxlm.chat.harmony import HarmonyParser
+from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import HARMONY, ReasoningParser, ReasoningTags
 from mlxlm.chat.tool_calls import ReasoningDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
 from mlxlm.generation import FinishReason
@@ -55,17 +56,20 @@ class AnswerParser:
         parts: The parts so far.
     """
 
-    def __init__(self, tool_format: ToolFormat | None = None, tags: ReasoningTags | None = None):
+    def __init__(
+        self, tool_format: ToolFormat | None = None, tags: ReasoningTags | None = None, tools: Sequence[Tool] = ()
+    ):
         """Parse an answer.
 
         Args:
             tool_format: The markup of tool calls; None for an answer without calls.
             tags: The markup of reasoning; None for an answer without reasoning.
+            tools: The functions that can be called, for the types of their arguments.
         """
         self.parts: list[Part] = []
         self._harmony = HarmonyParser(tool_format is not None) if tags is HARMONY else None
         self._reasoning = None if tags is None or tags is HARMONY else ReasoningParser(tags)
-        self._calls = ToolCallParser(tool_format) if tool_format is not None and tags is not HARMONY else None
+        self._calls = ToolCallParser(tool_format, tools) if tool_format is not None and tags is not HARMONY else None
 
     @property
     def in_reasoning(self) -> bool:

@@ -177,7 +177,8 @@ class ChatModel:
     def parser(self, start: str, may_call: bool) -> AnswerParser:
         """Return the parser of an answer that begins with `start`, and which may call the tools or not."""
         tags = self.chat_encoder.reasoning_tags
-        parser = AnswerParser(self.chat_encoder.tool_format if self.tools and may_call else None, tags)
+        format = self.chat_encoder.tool_format if self.tools and may_call else None
+        parser = AnswerParser(format, tags, list(self.tools.values()))
         parser.push(start if tags is THINK else tags.render(*split(start)))
         return parser
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxlm.chat.chat_encoder import chat_encoder
 from mlxlm.chat.chat_template import CHAT_FORMATS, ChatTemplate, Placeholders
-from mlxlm.chat.messages import Message
+from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.data import CHAT_TEMPLATE, Chunk, Document
 from mlxlm.data.tokenize import check_role
 from mlxlm.tokenizer import Tokenizer
@@ -166,8 +166,7 @@ class SFTEncoder:
 
     def _spans(self, shown: list[Message], text: str, render: Callable[..., str]) -> Iterator[tuple[int, int]]:
         """Yield the span in `text` of each turn to learn, from the end of the prompt to the end of its EOS token."""
-        markup = self._template.tool_format
-        in_calls = markup.prefix + markup.between + markup.suffix + (markup.separator or "")
+        in_calls = self._template.tool_format.render([ToolCall("", "f", '{"argument": 1}')] * 2)
         for n, message in enumerate(shown):
             if not _is_learned(message):
                 continue

@@ -3,6 +3,10 @@
 Every format has the same parts, of which the template's rendering of known calls shows the text:
 
     prefix NAME between ARGUMENTS (separator NAME between ARGUMENTS)* suffix
+
+The arguments are a JSON object or, in formats with tags, are written one by one:
+
+    (prefix KEY between VALUE suffix)*
 """
 
 from __future__ import annotations
@@ -12,13 +16,35 @@ import os.path
 import re
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxlm.chat.messages import Message, Tool, ToolCall
+from mlxlm.chat.reasoning import partial_length
+from mlxlm.generation.json_schema import resolve_reference
 from mlxlm.utils.errors import TokenizerError
+
+
+@dataclass(frozen=True)
+class ArgumentFormat:
+    """How a model writes an argument that isn't part of a JSON object. Strings are written as they are.
+
+    Attributes:
+        prefix: The text before the key.
+        between: The text between the key and the value.
+        suffix: The text after the value.
+    """
+
+    prefix: str
+    between: str
+    suffix: str
+
+    def render(self, key: str, value: Any) -> str:
+        """Return an argument as text."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return f"{self.prefix}{key}{self.between}{text}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -27,15 +53,17 @@ class ToolFormat:
 
     Attributes:
         prefix: The text before the name of the first call.
-        between: The text between a name and its arguments, which are a JSON object.
+        between: The text between a name and its arguments.
         suffix: The text after the last arguments.
         separator: The text between arguments and the next name; None if a text has only one call.
+        argument: The format of each argument; None if the arguments are a JSON object.
     """
 
     prefix: str
     between: str
     suffix: str
     separator: str | None
+    argument: ArgumentFormat | None = None
 
     @property
     def follows_text(self) -> bool:
@@ -48,11 +76,14 @@ class ToolFormat:
         return self.prefix.partition("{")[0].split()[0] if self.follows_text else self.prefix
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as text, with arguments as `json.dumps` writes them."""
-        bodies = (
-            f"{call.name}{self.between}{json.dumps(call.parsed_arguments(), ensure_ascii=False)}" for call in calls
-        )
+        """Return calls as text, with JSON as `json.dumps` writes it."""
+        bodies = (f"{call.name}{self.between}{self._render_arguments(call.parsed_arguments())}" for call in calls)
         return f"{self.prefix}{(self.separator or self.suffix + self.prefix).join(bodies)}{self.suffix}"
+
+    def _render_arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.argument is None:
+            return json.dumps(arguments, ensure_ascii=False)
+        return "".join(self.argument.render(key, value) for key, value in arguments.items())
 
 
 # Llama 3 may write this token before calls that are all of the answer. Its template doesn't show it.
@@ -155,7 +186,7 @@ _STYLES = [MessageStyle(text, null, short) for short, null, text in product((Fal
 _Render = Callable[[Sequence[Message], Sequence[Tool], MessageStyle], str]
 
 _NAMES = ("probe_function", "second_function")
-_ARGUMENTS = {"probe_argument": "probe value"}
+_ARGUMENTS = {"probe_argument": "probe value", "second_argument": 90210}
 _ID, _CONTENT, _RESULT = "call_probe00001", "PROBE ANSWER", "PROBE RESULT"
 _ID_FIELD = r'(?:,\s*"\w+":\s*"[^"]*{0}"|"\w+":\s*"[^"]*{0}",\s*|\[CALL_ID\]\w*{0})'
 
@@ -168,7 +199,8 @@ def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
             template refuses.
 
     Returns:
-        None if the template doesn't show tools, calls and results, or not as a name followed by JSON.
+        None if the template doesn't show tools, calls and results, or not as a name followed by arguments in JSON or
+        with tags around each.
     """
     tools = [Tool(name) for name in _NAMES]
     question = Message("user", "?")
@@ -190,7 +222,7 @@ def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
         try:
             text = _after_header(answer, render([question, two], tools, style))
             spans = _call_spans(text)
-            separator = _without_id(text[spans[0][2] : spans[1][0]], two) if len(spans) == 2 else None
+            separator = _without_id(text[spans[0].end : spans[1].name], two) if len(spans) == 2 else None
         except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
             separator = None
         return replace(format, separator=separator), style
@@ -207,7 +239,7 @@ def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat 
     spans = _call_spans(text)
     if len(spans) != 1:
         return None
-    name, arguments, end = spans[0]
+    name, arguments, end, argument = spans[0]
     after = text[end:]
     ends = [_pieces(behind)[::-1] for behind in (answer.rpartition(_CONTENT)[2], after)]
     common = _common_length(*ends)
@@ -217,7 +249,7 @@ def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat 
     prefix, between, suffix = (_without_id(part, message) for part in parts)
     if not prefix:
         return None
-    return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None)
+    return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None, argument)
 
 
 def _after_header(answer: str, text: str) -> str:
@@ -235,8 +267,17 @@ def _common_length(one: list[str], other: list[str]) -> int:
     return len("".join(os.path.commonprefix([one, other])))  # of lists, in spite of its name
 
 
-def _call_spans(text: str) -> list[tuple[int, int, int]]:
-    """Return the start of the name, and the start and end of the arguments of the probe's calls in a text."""
+class _CallSpan(NamedTuple):
+    """Where a text has the name of a call, and where its arguments begin and end."""
+
+    name: int
+    arguments: int
+    end: int
+    argument: ArgumentFormat | None
+
+
+def _call_spans(text: str) -> list[_CallSpan]:
+    """Return where the calls of the probe are in a text."""
     spans = []
     decoder = json.JSONDecoder()
     for match in re.finditer(f"({'|'.join(_NAMES)})(?=[^{{]*({{))", text):
@@ -245,8 +286,27 @@ def _call_spans(text: str) -> list[tuple[int, int, int]]:
         except ValueError:
             continue
         if arguments == _ARGUMENTS:
-            spans.append((match.start(), match.start(2), end))
-    return spans
+            spans.append(_CallSpan(match.start(), match.start(2), end, None))
+    return spans or list(filter(None, (_tagged_span(text, match) for match in _TAGGED_CALL.finditer(text))))
+
+
+_KEYS, _VALUES = list(_ARGUMENTS), list(_ARGUMENTS.values())
+_TAGGED_CALL = re.compile(
+    rf"(?s:(?:{'|'.join(_NAMES)})(.*?){_KEYS[0]}(?P<between>.*?){_VALUES[0]}(.*?){_KEYS[1]}(?P=between){_VALUES[1]}(?!\d))"
+)
+
+
+def _tagged_span(text: str, match: re.Match[str]) -> _CallSpan | None:
+    """Return where a call has its arguments, if there is a tag after each value."""
+    before, between, middle = match.groups()
+    length = _common_length(_pieces(middle), _pieces(text[match.end() :]))
+    argument = ArgumentFormat(middle[length:], between, middle[:length])
+    if not (argument.prefix.strip() and between.strip() and argument.suffix.strip()):
+        return None
+    if not before.endswith(argument.prefix):
+        return None
+    start = match.end(1) - len(argument.prefix)
+    return _CallSpan(match.start(), start, match.end() + length, argument)
 
 
 def _without_id(text: str, message: Message) -> str:
@@ -288,7 +348,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """A piece of the arguments of the call, as generated: the pieces join to a JSON object."""
+    """A piece of the arguments of the call: the pieces join to a JSON object."""
 
     text: str
 
@@ -312,11 +372,18 @@ class ToolCallParser:
     reasoning, push only the text of the answer.
     """
 
-    def __init__(self, format: ToolFormat):
+    def __init__(self, format: ToolFormat, tools: Sequence[Tool] = ()):
+        """Parse an answer.
+
+        Args:
+            format: How the model writes calls.
+            tools: The functions, whose parameters say which arguments are strings if they aren't written as JSON.
+        """
         self._format = format
+        self._parameters = {tool.name: tool.parameters for tool in tools}
         self._pending = ""
         self._has_calls = False
-        self._arguments: _ObjectEnd | None = None  # inside arguments
+        self._arguments: _JsonArguments | _TaggedArguments | None = None  # inside arguments
         self._after_arguments = False
         self._text_only = False  # no call can follow
 
@@ -380,60 +447,73 @@ class ToolCallParser:
 
     def _start_call(self, lead: str, start: int, events: list[ToolEvent]) -> bool:
         """Parse the markup before a call and its name; False if that isn't what is there."""
-        end = self._match(lead, start)
+        end = _match(self._pending, lead, start)
         if end is None:
             return False
         name = _CALL_NAME.match(self._pending, end)
         if not self._pending[end:].strip() or (name and name.end() == len(self._pending)):
             raise _IncompleteError
-        brace = self._match(self._format.between + "{", name.end()) if name else None
-        if name is None or brace is None:
+        begin = _match(self._pending, self._format.between, name.end()) if name else None
+        if name is None or begin is None:
+            return False
+        tags = self._format.argument
+        starts = ["{"] if tags is None else [tags.prefix, *_pieces(self._format.suffix)[:1]]
+        if all(_match(self._pending, text, begin) is None for text in starts):
             return False
         events.append(ToolCallStart(new_call_id(), name[1]))
-        self._pending = self._pending[brace - 1 :]
-        self._arguments, self._after_arguments = _ObjectEnd(), False
-        self._has_calls = True
+        self._pending = self._pending[begin:].lstrip()
+        self._arguments = (
+            _JsonArguments() if tags is None else _TaggedArguments(tags, self._parameters.get(name[1], {}))
+        )
+        self._after_arguments, self._has_calls = False, True
         return True
 
-    def _parse_arguments(self, arguments: _ObjectEnd, events: list[ToolEvent]) -> None:
-        end = arguments.find(self._pending)
-        events.append(ArgumentsDelta(self._pending[:end]))
-        self._pending = "" if end is None else self._pending[end:]
-        if end is not None:
+    def _parse_arguments(self, arguments: _JsonArguments | _TaggedArguments, events: list[ToolEvent]) -> None:
+        text, end = arguments.parse(self._pending)
+        if text:
+            events.append(ArgumentsDelta(text))
+        self._pending = self._pending[end:]
+        if arguments.ended:
             self._arguments, self._after_arguments = None, True
 
     def _parse_after_arguments(self, events: list[ToolEvent]) -> None:
         separator = self._format.separator
         if separator is not None and self._start_call(separator, 0, events):
             return
-        end = self._match(self._format.suffix, 0)
+        end = _match(self._pending, self._format.suffix, 0)
         self._after_arguments, self._text_only = False, not self._format.follows_text
         self._pending = self._pending[end:]
 
-    def _match(self, literal: str, start: int) -> int | None:
-        """Return where `literal` ends that begins at `start`; None if it doesn't."""
-        for character in literal:
-            if character.isspace():
-                continue
-            while start < len(self._pending) and self._pending[start].isspace():
-                start += 1
-            if start == len(self._pending):
-                raise _IncompleteError
-            if self._pending[start] != character:
-                return None
+
+def _match(text: str, literal: str, start: int) -> int | None:
+    """Return where `literal` ends that begins at `start`, but for white space; None if it doesn't."""
+    for character in literal:
+        if character.isspace():
+            continue
+        while start < len(text) and text[start].isspace():
             start += 1
-        return start
+        if start == len(text):
+            raise _IncompleteError
+        if text[start] != character:
+            return None
+        start += 1
+    return start
 
 
-class _ObjectEnd:
-    """Finds the end of a JSON object in a streamed text that begins with it."""
+class _JsonArguments:
+    """Parses arguments that are a JSON object, with which the streamed text begins.
+
+    Attributes:
+        ended: Whether the object has ended.
+    """
 
     def __init__(self) -> None:
+        self.ended = False
         self._depth = 0
         self._in_string = self._escaped = False
 
-    def find(self, text: str) -> int | None:
-        """Return where the object ends in the next piece of the text; None if it doesn't."""
+    def parse(self, text: str) -> tuple[str, int]:
+        """Return what the next piece of the text adds to the JSON, and where it ends."""
         for index, character in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -445,5 +525,90 @@ class _ObjectEnd:
             elif character in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    return index + 1
-        return None
+                    self.ended = True
+                    return text[: index + 1], index + 1
+        return text, len(text)
+
+
+class _TaggedArguments:
+    """Parses arguments with tags to JSON.
+
+    A value is JSON if it is valid and the schema of the argument doesn't ask for a string, and text otherwise. Text is
+    passed on as it comes.
+
+    Attributes:
+        ended: Whether no argument follows.
+    """
+
+    def __init__(self, format: ArgumentFormat, parameters: Mapping[str, Any]):
+        self.ended = False
+        self._format, self._parameters = format, parameters
+        properties = parameters.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._types: set[str] | None = None  # of the value that is being parsed
+        self._json = "{"  # before the next argument
+        tag = format.suffix.strip()
+        self._ends = format.suffix[: format.suffix.index(tag)] + tag, tag
+
+    def parse(self, text: str) -> tuple[str, int]:
+        """Return what is decided by the text so far as JSON, and where that ends. Raises _IncompleteError."""
+        return self._parse_key(text) if self._types is None else self._parse_value(text, self._types)
+
+    def _parse_key(self, text: str) -> tuple[str, int]:
+        start = _match(text, self._format.prefix, 0)
+        if start is None:
+            self.ended = True
+            return ("{}" if self._json == "{" else "}"), 0
+        tag = self._format.between.strip()
+        space = self._format.between[self._format.between.index(tag) + len(tag) :]
+        match = re.compile(r"\s*".join(map(re.escape, re.sub(r"\s", "", tag)))).search(text, start)
+        if match is None or space.startswith(text[match.end() :]) and text[match.end() :] != space:
+            raise _IncompleteError
+        end = match.end() + (len(space) if text.startswith(space, match.end()) else 0)
+        key = text[start : match.start()].strip()
+        self._types = value_types(self._parameters, self._properties.get(key))
+        json_text = f"{self._json}{json.dumps(key, ensure_ascii=False)}: " + '"' * (self._types == STRING)
+        self._json = ", "
+        return json_text, end
+
+    def _parse_value(self, text: str, types: set[str]) -> tuple[str, int]:
+        found = [(text.index(end), end) for end in self._ends if end in text]
+        end, tag = min(found, default=(len(text) - partial_length(text, *self._ends), ""))
+        if tag:
+            self._types = None
+        elif types != STRING or not end:
+            raise _IncompleteError
+        if types == STRING:
+            return json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * bool(tag), end + len(tag)
+        return _value_json(text[:end], types), end + len(tag)
+
+
+STRING = {"string"}
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # templates in Jinja write these
+
+
+def value_types(root: Mapping[str, Any], schema: Any, depth: int = 8) -> set[str]:
+    """Return the types of JSON that a schema within `root` allows; none if it doesn't say."""
+    schema = resolve_reference(root, schema)
+    if not isinstance(schema, Mapping) or not depth:
+        return set()
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return {_TYPES.get(type(value), "null") for value in schema.get("enum", [schema.get("const")])}
+    if isinstance(types := schema.get("type"), str | list):
+        return {types} if isinstance(types, str) else set(map(str, types))
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    found = [value_types(root, choice, depth - 1) for choice in choices] if isinstance(choices, list) else []
+    return set().union(*found) if all(found) else set()
+
+
+def _value_json(text: str, types: set[str]) -> str:
+    """Return the JSON of a value that may be JSON or a string."""
+    try:
+        value = json.loads(_PYTHON_WORDS.get(text.strip(), text), parse_constant=str)
+    except (ValueError, RecursionError):
+        value = text
+    kind = _TYPES.get(type(value), "null")
+    if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
+        value = text
+    return json.dumps(value, ensure_ascii=False)

@@ -12,10 +12,10 @@ from typing import Any
 from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import HARMONY, THINK, ReasoningTags
-from mlxlm.chat.tool_calls import PYTHON_TAG, ToolFormat
+from mlxlm.chat.tool_calls import PYTHON_TAG, STRING, ArgumentFormat, ToolFormat, value_types
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import check_llguidance_schema
-from mlxlm.generation.json_schema import to_llguidance_schema
+from mlxlm.generation.json_schema import resolve_reference, to_llguidance_schema
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
@@ -203,7 +203,11 @@ class _Grammar:
         """Add the rule `calls`: what follows the prefix."""
         for number, tool in enumerate(tools):
             self._rules[f"call_{number}"] = f"{self._before_arguments(tool)} arguments_{number}"
-            self._rules[f"arguments_{number}"] = f"%json {json.dumps(_arguments_schema(tool), ensure_ascii=False)}"
+            schema = _arguments_schema(tool)
+            if self._format.argument is None:
+                self._rules[f"arguments_{number}"] = f"%json {json.dumps(schema, ensure_ascii=False)}"
+            else:
+                self._add_tagged(f"arguments_{number}", schema, tool, self._format.argument)
         self._rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
         suffix = self._pieces(self._format.suffix)
         separator = self._pieces((self._format.separator or "").removesuffix(self._quote))
@@ -212,6 +216,46 @@ class _Grammar:
         one = f"call {self._literal(''.join(suffix[:common]))}"
         more = f"({self._literal(''.join(separator[common:]))} {one}){{0,{MAX_CALLS - 1}}}" if several else ""
         self._rules["calls"] = f"{one} {more} {self._literal(''.join(suffix[common:]))}"
+
+    def _add_tagged(self, name: str, schema: Mapping[str, Any], tool: Tool, format: ArgumentFormat) -> None:
+        """Add a rule for arguments with tags, in the order of the schema, as llguidance has them in JSON."""
+        arguments, required = [], schema.get("required", ())
+        for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+            rule = f"{name}_{number}"
+            value = self._tagged_value(f"{rule}_value", resolve_reference(schema, value), schema, tool, format.suffix)
+            self._rules[rule] = f"{self._literal(format.prefix + key + format.between)} ({value})"
+            arguments.append(rule if key in required else f"{rule}?")
+        if schema.get("additionalProperties") is not False:
+            key, value = f"{self._literal(format.prefix)} /[\\w.-]+/", self._text_before(f"{name}_more", format.suffix)
+            arguments.append(f"({key} {self._literal(format.between)} {value})*")
+        self._rules[name] = " ".join(arguments) or '""'
+
+    def _tagged_value(self, name: str, value: Any, schema: Mapping[str, Any], tool: Tool, suffix: str) -> str:
+        """Return an expression: the value of an argument and the text after it."""
+        value = value if isinstance(value, Mapping) else {}
+        if "enum" in value or "const" in value:
+            texts = (v if isinstance(v, str) else json.dumps(v) for v in value.get("enum", [value.get("const")]))
+            return " | ".join(self._literal(text + suffix) for text in texts)
+        if (types := value_types(schema, value)) and not types & STRING:
+            root = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+            self._rules[name] = f"%json {json.dumps({**value, **root}, ensure_ascii=False)}"
+            return f"{name} {self._literal(suffix)}"
+        if tool.strict and (keywords := {"pattern", "format"} & set(value)):
+            problem = f'"{min(keywords)}" can\'t be enforced in the format of this model\'s calls'
+            raise _parameters_error(tool, problem, '"enum", "minLength" or "maxLength"')
+        return self._text_before(name, suffix, value.get("minLength", 0), value.get("maxLength", ""))
+
+    def _text_before(self, name: str, suffix: str, min_length: int = 0, max_length: int | str = "") -> str:
+        """Return an expression: text, which ends where `suffix` first occurs, and the suffix."""
+        special = self._special_pattern.search(suffix)
+        tag = suffix[: special.start() if special else None].strip()
+        if special and not tag:
+            text = f"/(?s:.{{{max(1, min_length)},{max_length}}})/" + "?" * (not min_length)
+            return f"{text} {self._literal(suffix[special.start() :])}"
+        space, _, rest = suffix.partition(tag)
+        optional = f"({_escape(space)})?" if space else ""
+        self._rules[f"{name}[lazy]"] = f"/(?s:.{{{min_length},{max_length}}}){optional}{_escape(tag)}/"
+        return f"{name} {self._literal(rest)}"
 
     def _before_arguments(self, tool: Tool) -> str:
         return self._literal(self._quote + tool.name + self._format.between)

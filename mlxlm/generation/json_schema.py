@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -73,7 +74,7 @@ class _OneOfExpansion:
             and depth < _MAX_DEPTH
         ):
             self._left, depth = self._left - 1, depth + 1
-            if (target := self._resolve(schema["$ref"])) is None:
+            if (target := resolve_reference(self._root, schema)) is schema:
                 break
             schema = target
         if not isinstance(schema, dict):
@@ -81,20 +82,25 @@ class _OneOfExpansion:
         unions = {name: schema[name] for name in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(name), list)}
         return schema | {name: [self._expand(part, depth) for part in parts] for name, parts in unions.items()}
 
-    def _resolve(self, reference: Any) -> Any:
-        """What a reference points to within the root; None for others. "#name" is an anchor."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        target: Any = self._root
-        for step in unquote(reference[1:]).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                target = target[int(step)]
-            elif isinstance(target, dict) and step in target:
-                target = target[step]
-            else:
-                return None
-        return target
+
+def resolve_reference(root: Mapping[str, Any], schema: Any) -> Any:
+    """Return what the "$ref" of a schema points to within the root; the schema itself without one or for others.
+
+    "#name" is an anchor.
+    """
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return schema
+    target: Any = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        elif isinstance(target, Mapping) and step in target:
+            target = target[step]
+        else:
+            return schema
+    return target
 
 
 def explain_schema_error(problem: str) -> tuple[str, str] | None:

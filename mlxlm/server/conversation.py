@@ -229,7 +229,8 @@ class Conversation:
         return [Text(index, request, self._parser(encoder, prefix)) for index, request in enumerate(requests)]
 
     def _parser(self, encoder: ChatEncoder, prefix: str) -> AnswerParser:
-        parser = AnswerParser(encoder.tool_format if self.tool_use.tools else None, encoder.reasoning_tags)
+        tools = parse_tools(self.tool_use.tools)
+        parser = AnswerParser(encoder.tool_format if tools else None, encoder.reasoning_tags, tools)
         parser.push(prefix)
         return parser
 

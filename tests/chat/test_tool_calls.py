@@ -15,6 +15,7 @@ from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.chat.tool_calls import (
     JSON_FORMAT,
+    ArgumentFormat,
     ArgumentsDelta,
     TextDelta,
     ToolCallParser,
@@ -47,7 +48,35 @@ FORMATS = {
     "gpt-oss": ToolFormat("to=functions.", "<|channel|>commentary json<|message|>", "", None),  # one of its forms
     "chatml": JSON_FORMAT,
     "gemma-without-tools": JSON_FORMAT,
-    "xml": JSON_FORMAT,
+    "pythonic": JSON_FORMAT,
+    "qwen3.5": ToolFormat(
+        "<tool_call>\n<function=",
+        ">\n",
+        "</function>\n</tool_call>",
+        "</function>\n</tool_call>\n<tool_call>\n<function=",
+        ArgumentFormat("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "glm4.5": ToolFormat(
+        "<tool_call>",
+        "\n",
+        "</tool_call>",
+        "</tool_call>\n<tool_call>",
+        ArgumentFormat("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "glm4.7": ToolFormat(
+        "<tool_call>",
+        "",
+        "</tool_call>",
+        "</tool_call><tool_call>",
+        ArgumentFormat("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    ),
+    "minimax-m2": ToolFormat(
+        '<minimax:tool_call>\n<invoke name="',
+        '">\n',
+        "</invoke>\n</minimax:tool_call>",
+        '</invoke>\n<invoke name="',
+        ArgumentFormat('<parameter name="', '">', "</parameter>\n"),
+    ),
 }
 
 
@@ -83,7 +112,7 @@ def test_calls_are_rendered_in_the_format(family, template):
         assert "get_weather: rain" in text  # the name is that of the call
     if family == "gpt-oss":
         start += " "
-    if not family.startswith("mistral") and family != "qwen3":  # which show tools at the end, or reasoning
+    if not family.startswith("mistral") and family not in ("qwen3", "qwen3.5"):  # which show tools at the end, or reasoning
         assert text.startswith(start + rendered)
 
 
@@ -147,9 +176,9 @@ ARGUMENTS = ['{"city": "Köln"}', "{}", '{"a": {"b": [{}, "}]{\\"\\\\"]}, "c": "
 DISTINCT = list(dict.fromkeys(FORMATS.values()))
 
 
-def parse(format, chunks, cut_off=False):
+def parse(format, chunks, cut_off=False, tools=()):
     """The text and the calls, as [name, arguments], from the events of a stream."""
-    parser = ToolCallParser(format)
+    parser = ToolCallParser(format, tools)
     events = [event for chunk in chunks for event in parser.push(chunk)] + parser.finish(cut_off=cut_off)
     text, calls, ids = "", [], set()
     for event in events:

@@ -21,6 +21,13 @@ CALL = ToolCall("call_12345678", "get_weather", '{"city":"Köln"}')
 
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_JSON_CALL = (
+    '{{ \'\n<tool_call>\n{"name": "\' ~ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>'
+)
+_TAGGED_CALL = (
+    "{{{{ '{}' ~ call.name ~ '{}' }}}}{{% for key, value in call.arguments | items %}}{{{{ '{}' ~ key ~ '{}' }}}}"
+    "{{{{ value | tojson if value is not string else value }}}}{{{{ '{}' }}}}{{% endfor %}}{{{{ '{}' }}}}"
+)
 _QWEN = (
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content ~ '\n\n' }}{% endif %}"
@@ -31,7 +38,7 @@ _QWEN = (
     "THINKING"
     "{% if m.content %}{{ '\n' ~ m.content }}{% endif %}"
     "{% for call in m.tool_calls %}{% set call = call.function if call.function is defined else call %}"
-    '{{ \'\n<tool_call>\n{"name": "\' ~ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>'
+    + _JSON_CALL + ""
     "{% endfor %}<|im_end|>\n{% endif %}"
     "{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
     "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
@@ -167,11 +174,38 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
         ("<start_of_turn>", "<end_of_turn>"),
     ),
-    "xml": (
+    "pythonic": (
         "{% for m in messages %}{% if tools and loop.first %}{{ tools | tojson }}{% endif %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content }}{% for call in m.tool_calls %}<function={{ call.function.name }}>"
-        "{% for key, value in call.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>"
-        "{% endfor %}</function>{% endfor %}<|im_end|>\n{% endfor %}" + _PROMPT,
+        "{{ m.content }}{% for call in m.tool_calls %}[{{ call.function.name }}("
+        "{% for key, value in call.function.arguments | items %}{{ key }}={{ value | tojson }}"
+        "{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}<|im_end|>\n{% endfor %}" + _PROMPT,
+        _CHATML,
+    ),
+    # With tags around arguments.
+    "qwen3.5": (
+        _QWEN.replace("THINKING", _THINKING).replace(_JSON_CALL, _TAGGED_CALL.format(
+            "\n<tool_call>\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n</tool_call>"
+        )).replace("| tojson if value is not string else value", "| string if value is not mapping else value | tojson"),
+        _CHATML,
+    ),
+    "glm4.5": (
+        _QWEN.replace("THINKING", "").replace(_JSON_CALL, _TAGGED_CALL.format(
+            "\n<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"
+        )),
+        _CHATML,
+    ),
+    "glm4.7": (
+        _QWEN.replace("THINKING", "{{ '\n' if m.tool_calls }}").replace(_JSON_CALL, _TAGGED_CALL.format(
+            "<tool_call>", "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "</tool_call>"
+        )),
+        (*_CHATML, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "minimax-m2": (
+        _QWEN.replace("THINKING", "").replace(
+            "{% for call in", "{{ '\n<minimax:tool_call>\n' if m.tool_calls }}{% for call in"
+        ).replace(_JSON_CALL, _TAGGED_CALL.format(
+            '<invoke name="', '">\n', '<parameter name="', '">', "</parameter>\n", "</invoke>\n"
+        )).replace("{% endfor %}<|im_end|>", "{% endfor %}{{ '</minimax:tool_call>' if m.tool_calls }}<|im_end|>"),
         _CHATML,
     ),
 }  # fmt: skip
