@@ -9,7 +9,8 @@ from typing import Literal
 from mlxlm.chat.harmony import HarmonyParser
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import HARMONY, ReasoningParser, ReasoningTags
-from mlxlm.chat.tool_calls import ReasoningDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
+from mlxlm.chat.tool_call_parser import ReasoningDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent
+from mlxlm.chat.tool_calls import ToolFormat
 from mlxlm.generation import FinishReason
 
 Kind = Literal["reasoning", "text", "call"]

@@ -13,7 +13,14 @@ import re
 from typing import Literal
 
 from mlxlm.chat.reasoning import partial_length
-from mlxlm.chat.tool_calls import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart, ToolEvent, new_call_id
+from mlxlm.chat.tool_call_parser import (
+    ArgumentsDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallStart,
+    ToolEvent,
+    new_call_id,
+)
 
 CALL = "<|call|>"  # ends an answer with a call
 _TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", CALL, "<|return|>")

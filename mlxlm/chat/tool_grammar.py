@@ -12,7 +12,8 @@ from typing import Any
 from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import HARMONY, THINK, ReasoningTags
-from mlxlm.chat.tool_calls import PYTHON_TAG, STRING, ArgumentFormat, ToolFormat, value_types
+from mlxlm.chat.tool_call_parser import STRING, value_types
+from mlxlm.chat.tool_calls import PYTHON_TAG, ArgumentFormat, ToolFormat
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import check_llguidance_schema
 from mlxlm.generation.json_schema import resolve_reference, to_llguidance_schema
@@ -226,6 +227,9 @@ class _Grammar:
             self._rules[rule] = f"{self._literal(format.prefix + key + format.between)} ({value})"
             arguments.append(rule if key in required else f"{rule}?")
         if schema.get("additionalProperties") is not False:
+            if tool.strict:
+                problem = "they allow arguments without a name, which can't be enforced in the calls of this model"
+                raise _parameters_error(tool, problem, '"additionalProperties": false')
             key, value = f"{self._literal(format.prefix)} /[\\w.-]+/", self._text_before(f"{name}_more", format.suffix)
             arguments.append(f"({key} {self._literal(format.between)} {value})*")
         self._rules[name] = " ".join(arguments) or '""'
@@ -241,7 +245,7 @@ class _Grammar:
             self._rules[name] = f"%json {json.dumps({**value, **root}, ensure_ascii=False)}"
             return f"{name} {self._literal(suffix)}"
         if tool.strict and (keywords := {"pattern", "format"} & set(value)):
-            problem = f'"{min(keywords)}" can\'t be enforced in the format of this model\'s calls'
+            problem = f'"{min(keywords)}" can\'t be enforced in the calls of this model'
             raise _parameters_error(tool, problem, '"enum", "minLength" or "maxLength"')
         return self._text_before(name, suffix, value.get("minLength", 0), value.get("maxLength", ""))
 

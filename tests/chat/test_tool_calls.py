@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from mlxlm.chat.chat_encoder import PlainTextEncoder
 from mlxlm.chat.chat_template import ChatTemplate
-from mlxlm.chat.messages import Message, ToolCall
-from mlxlm.chat.tool_calls import (
-    JSON_FORMAT,
-    ArgumentFormat,
-    ArgumentsDelta,
-    TextDelta,
-    ToolCallParser,
-    ToolCallStart,
-    ToolFormat,
-)
+from mlxlm.chat.messages import Message, Tool, ToolCall
+from mlxlm.chat.tool_call_parser import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart
+from mlxlm.chat.tool_calls import JSON_FORMAT, ArgumentFormat, ToolFormat
 from tests.chat.tool_templates import CALL, TEMPLATES, TOOLS, tokenizer_for
 
 CONVERSATION = [
@@ -112,7 +105,7 @@ def test_calls_are_rendered_in_the_format(family, template):
         assert "get_weather: rain" in text  # the name is that of the call
     if family == "gpt-oss":
         start += " "
-    if not family.startswith("mistral") and family not in ("qwen3", "qwen3.5"):  # which show tools at the end, or reasoning
+    if not family.startswith(("mistral", "qwen3")):  # which show tools at the end, or reasoning
         assert text.startswith(start + rendered)
 
 
@@ -283,3 +276,55 @@ def test_json_is_a_call_only_where_an_answer_begins():
 
 def test_a_format_of_one_call():
     assert ToolFormat("<call>", ":", "</call>", None).render(calls_of(2)).count("</call><call>") == 1
+
+
+TAGGED = [FORMATS[family] for family in ("qwen3.5", "glm4.5", "glm4.7", "minimax-m2")]
+PARAMETERS = {
+    "properties": {
+        "text": {"$ref": "#/$defs/text"},
+        "number": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "choice": {"enum": ["1", "2"]},
+    },
+    "$defs": {"text": {"type": "string"}},
+}
+TYPED = [Tool("f", parameters=PARAMETERS)]
+
+
+@pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.prefix)
+def test_the_schema_says_what_is_text(format):
+    text = '5 "\\\n </arg_valu\n\n'
+    values = {"text": text, "number": 5, "flag": True, "list": [{"a": "</x>"}], "optional": None, "choice": "1"}
+    values["more"] = {"ü": 1.5}
+    answer = format.render([ToolCall("", "f", json.dumps(values))] * 2)
+    for size in (1, 7, len(answer)):
+        calls = parse(format, [answer[n : n + size] for n in range(0, len(answer), size)], tools=TYPED)[1]
+        assert [json.loads(arguments) for _, arguments in calls] == [values, values]
+    assert json.loads(parse(format, answer)[1][0][1])["choice"] == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optional", "5", "5"),
+        ("optional", "null", None),
+        ("number", "many", "many"),
+        ("flag", "True", True),
+        ("list", "[1,", "[1,"),
+        ("more", "NaN", "NaN"),
+        ("text", "", ""),
+        ("number", "", ""),
+    ],
+)
+def test_values_of_other_types(key, text, value):
+    answer = FORMATS["qwen3.5"].render([ToolCall("", "f", json.dumps({key: text}))])
+    assert json.loads(parse(FORMATS["qwen3.5"], answer, tools=TYPED)[1][0][1]) == {key: value}
+
+
+def test_text_is_passed_on_as_it_comes():
+    parser = ToolCallParser(FORMATS["qwen3.5"], TYPED)
+    parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
+    for text, decided in (('say "', 'say \\"'), ("a\n", "a"), ("\n</para", "\\n"), ("m", ""), ("x\n", "\\n</paramx")):
+        assert "".join(event.text for event in parser.push(text)) == decided

@@ -185,6 +185,38 @@ def test_parameters_that_cannot_be_enforced(trained, parameters, strict, message
     assert str(caught.value).startswith("the parameters of the tool f: ") and message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, '"pattern" can\'t be enforced in the calls'),
+        ({"type": "object"}, "arguments without a name"),
+    ],
+)
+def test_parameters_that_cannot_be_enforced_between_tags(trained, parameters, message):
+    with pytest.raises(GenerationError, match=message):
+        tool_grammar(FORMATS["glm4.5"], [Tool("f", parameters=parameters, strict=True)], trained)
+    tool_grammar(FORMATS["glm4.5"], [Tool("f", parameters=parameters)], trained)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "glm4.7"])
+def test_arguments_between_tags(trained, family):
+    parameters = {
+        "properties": {"ref": {"$ref": "#/$defs/n"}, "any": {}, "long": {"type": "string", "maxLength": 50000}},
+        "$defs": {"n": {"type": "integer"}},
+        "required": ["any", "other"],
+    }
+    tokenizer, format = tokenizer_for(family, trained), FORMATS[family]
+    grammar = tool_grammar(format, [Tool("f", parameters=parameters)], tokenizer)
+    for arguments, accepted in (
+        ({"any": "<b>\n", "other": {}}, True),
+        ({"ref": 5, "any": [], "long": "a" * 99, "more": "x\n"}, True),
+        ({"ref": "5.", "any": 1}, False),
+        ({"ref": 5}, False),
+    ):
+        answer = format.render([ToolCall("", "f", json.dumps(arguments))])
+        assert accepts_text(grammar, tokenizer, answer) == accepted, answer
+
+
 def test_without_strict_some_keywords_are_ignored(trained):
     parameters = {"properties": {"a": {"type": "string", "format": "uri-template", "not": {"const": "b"}}}}
     grammar = tool_grammar(FORMATS["pythonic"], [Tool("f", parameters=parameters)], trained)

@@ -38,7 +38,8 @@ _QWEN = (
     "THINKING"
     "{% if m.content %}{{ '\n' ~ m.content }}{% endif %}"
     "{% for call in m.tool_calls %}{% set call = call.function if call.function is defined else call %}"
-    + _JSON_CALL + ""
+    + _JSON_CALL
+    + ""
     "{% endfor %}<|im_end|>\n{% endif %}"
     "{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
     "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
@@ -185,7 +186,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen3.5": (
         _QWEN.replace("THINKING", _THINKING).replace(_JSON_CALL, _TAGGED_CALL.format(
             "\n<tool_call>\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n</tool_call>"
-        )).replace("| tojson if value is not string else value", "| string if value is not mapping else value | tojson"),
+        )).replace("tojson if value is not string else value", "string if value is not mapping else value | tojson"),
         _CHATML,
     ),
     "glm4.5": (
