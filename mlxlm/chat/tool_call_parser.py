@@ -233,8 +233,8 @@ class _JsonArguments:
 class _TaggedArguments:
     """Parses arguments with tags to JSON.
 
-    A value is JSON if it is valid and the schema of the argument doesn't ask for a string, and text otherwise. Text is
-    passed on as it comes.
+    A value is JSON if it is valid and the schema of the argument doesn't ask for a string, and text otherwise. Text of
+    arguments that can only be strings is passed on as it comes.
 
     Attributes:
         ended: Whether no argument follows.
@@ -304,12 +304,12 @@ def value_types(root: Mapping[str, Any], schema: Any, depth: int = 8) -> set[str
 
 
 def _value_json(text: str, types: set[str]) -> str:
-    """Return the JSON of a value that may be JSON or a string."""
+    """Return the JSON of a value: the value itself if it is JSON of an allowed type, or else a string of it."""
+    value = _PYTHON_WORDS.get(text.strip(), text.strip())
     try:
-        value = json.loads(_PYTHON_WORDS.get(text.strip(), text), parse_constant=str)
+        kind = _TYPES.get(type(json.loads(value, parse_constant=int)), "null")  # int() refuses NaN and Infinity
     except (ValueError, RecursionError):
-        value = text
-    kind = _TYPES.get(type(value), "null")
-    if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
-        value = text
-    return json.dumps(value, ensure_ascii=False)
+        kind = "string"
+    kinds = {kind, "number"} if kind == "integer" else {kind}
+    is_text = kind == "string" or "string" in types and not kinds & types
+    return json.dumps(text, ensure_ascii=False) if is_text else value
