@@ -85,7 +85,7 @@ MODELS = {
     },
     "nemotron-h": {**_NEMOTRON, "hybrid_override_pattern": "M-*M-*-"},
     "nemotron-3": {
-        **_NEMOTRON, "hybrid_override_pattern": "ME*MEM", "intermediate_size": 32, "n_routed_experts": 5,
+        **_NEMOTRON, "hybrid_override_pattern": "M*EME", "intermediate_size": 32, "n_routed_experts": 5,
         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5,
     },
     "lfm2": {**_CONVOLUTIONS, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
