@@ -111,7 +111,6 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "hunyuan": {"use_qk_norm": True},
     "jamba": {"num_experts": 1, "num_local_experts": 1, "attn_layer_offset": 1, "attn_layer_period": 2},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2, "tie_word_embeddings": True}),
-    "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {"zero_expert_num": 0},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "layer_norm_epsilon": 1e-5},
     "mimo_v2_flash": {"head_dim": 24},

@@ -106,17 +106,26 @@ FEED_FORWARDS = {
 }
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # values of `layer_types`
 # The other values, and the mixers that such layers have instead of attention.
 RECURRENT = {"conv": "short_conv", "linear_attention": "gated_delta", "mamba": "mamba2"}
 DENSE, SPARSE, NO_MLP = "dense", "sparse", "none"  # values of `mlp_layer_types`
-ROUTERS = ("softmax", "sigmoid")
+ROUTERS = ("softmax", "sigmoid", "input_sigmoid")
+
+# Of queries and keys: what is normalized, and how.
+QK_NORMS = {
+    "head": "RMSNorm of each head",
+    "projection": "RMSNorm of all heads together",
+    "layer": "LayerNorm of each head",
+    "layer_per_head": "LayerNorm of each head with its own weights",
+    "l2": "RMSNorm of each head without weights, in layers with rotary positions",
+}
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm": tuple(NORMS),
     "norm_placement": tuple(NORM_PLACEMENTS),
     "positions": tuple(POSITIONS),
-    "qk_norm": (None, "head", "projection"),
+    "qk_norm": (None, *QK_NORMS),
     "hidden_act": ACTIVATIONS,
     "router": ROUTERS,
 }

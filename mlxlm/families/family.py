@@ -38,6 +38,7 @@ class Family:
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
             are stacks of all experts, `[E, out, in]`, or `[E, in, out]` if `transposed`.
+        other_layer_tensors: The same of files that aren't written.
         mlp_layer_modules: If set, feed-forwards are layers of their own in the file, after that of the mixer, and these
             are the entries of `layer_modules` for them.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration; those of mlx_lm, if the second
@@ -76,6 +77,7 @@ class Family:
     layer_modules: Mapping[str, str] = field(default_factory=dict)
     mlp_layer_modules: Mapping[str, str] = field(default_factory=dict)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
+    other_layer_tensors: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig, bool], Mapping[str, str]] = lambda config, for_mlx: {}
     interleaved: Mapping[str, str] = field(default_factory=dict)
     has_local_rope: bool = False
@@ -108,7 +110,8 @@ class Family:
         """A table of modules with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
         result: dict[str, str] = {}
         for name, modules in layer_modules.items():
-            stacked = name.partition("experts.*")[0] + modules.removeprefix("mlp.") if "*" in name else name
+            is_stacked = "experts.*" in name
+            stacked = name.partition("experts.*")[0] + modules.removeprefix("mlp.") if is_stacked else name
             names = self.mlx_lm_names.get(name, stacked).split()
             result |= dict(zip(names, modules.split() if len(names) > 1 else [modules], strict=True))
         return result
@@ -140,6 +143,12 @@ QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 # The experts of most mixtures, and their number, which transformers 5 saves by the second name.
 NUM_EXPERTS = "num_experts", "num_local_experts"
 EXPERTS = {f"mlp.experts.*.{name}": f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+# The experts as one stack of gates and up projections and one of down projections.
+FUSED_EXPERTS = {
+    "gate_up_proj": "mlp.switch_mlp.gate_proj.weight mlp.switch_mlp.up_proj.weight",
+    "down_proj": "mlp.switch_mlp.down_proj.weight",
+}
 
 SHARED_EXPERTS = {
     f"mlp.shared_experts.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")

@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once():
         ({"quantization": {"bits": 4, "group_size": 32, "lm_head": 8}}, "lm_head is 8, it must be an object, true"),
         ({"model_type": 5}, "model_type is 5, it must be a string"),
         ({"norm": "batch"}, "norm is 'batch', it must be one of rms, layer"),
-        ({"qk_norm": "half"}, "qk_norm is 'half', it must be one of None, head, projection"),
+        ({"qk_norm": "half"}, "qk_norm is 'half', it must be one of None, head, projection, layer, layer_per_head, l2"),
         ({"positions": []}, r"positions is \[\], it must be one of rope"),
         ({"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0, it must be a positive number or null"),
         ({"attention_out_bias": 1.5}, "attention_out_bias is 1.5, it must be true, false or null"),

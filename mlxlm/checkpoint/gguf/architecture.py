@@ -84,6 +84,7 @@ class Architecture:
             `read_fields` and `metadata` say otherwise.
         sliding_window: Reads `attention.sliding_window`.
         rope_types: Values of `rope_type` that it computes.
+        yarn_multiplier: Its YaRN has an `mscale`, and the same `mscale_all_dim`.
         yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.
         read_fields: Further fields of Hugging Face's configuration, from the metadata of a file.
         metadata: Further metadata, from a configuration; keys without the architecture's prefix.
@@ -108,6 +109,7 @@ class Architecture:
     recurrent: str | None = None
     sliding_window: bool = False
     rope_types: tuple[str, ...] = ROPE_TYPES
+    yarn_multiplier: bool = False
     yarn_truncate: bool = True
     read_fields: Callable[[MetadataReader], dict[str, Any]] = lambda keys: {}
     metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}

@@ -56,6 +56,10 @@ MODELS = {
     "llama-3": {**_COMMON, "rope_theta": 500_000.0, "rope_scaling": _LLAMA3},
     "llama-linear": {**_COMMON, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": 64, "head_dim": 32},
+    "ministral3": {
+        **_COMMON, "model_type": "ministral3", "head_dim": 32,
+        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
     "qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2-yarn": {**_COMMON, "model_type": "qwen2", "rope_scaling": _YARN},
     "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
