@@ -102,4 +102,6 @@ def test_files_of_llama_cpp_and_ours_are_the_same(model, architecture, tiny_toke
     ours = {tensor.name: tensor.data for tensor in gguf_package.GGUFReader(tmp_path / "ours.gguf").tensors}
     assert ours.keys() == expected.keys()
     for name, array in expected.items():
+        if name.endswith("ffn_gate_inp_shexp.weight"):  # a row of the converter, a vector of llama.cpp's quantizer
+            array = array[0]
         np.testing.assert_allclose(ours[name], array, atol=1e-6, err_msg=name)
