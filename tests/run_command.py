@@ -1,4 +1,4 @@
-"""Runs a command of the command line in this process."""
+"""Runs commands of the command line in this process."""
 
 import contextlib
 import io
@@ -21,5 +21,14 @@ def run_command(*arguments, stdin: bytes = b"") -> CompletedProcess:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", DeprecationWarning)  # which pytest turns on
-        code = _run([str(argument) for argument in arguments])
+        try:
+            code = _run([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
     return CompletedProcess(arguments, code, out.buffer.getvalue(), err.buffer.getvalue())
+
+
+def run(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
+    """The exit code, standard output and standard error of a command."""
+    done = run_command(*arguments, stdin=stdin)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()

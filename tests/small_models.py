@@ -46,11 +46,19 @@ def in_memory(model: Decoder, path: str = "here", config: ModelConfig | None = N
     return Checkpoint(path, "safetensors", config_to_hf(config), tensors_of(model, **changed), no_tokenizer, config)
 
 
-def write_folder(folder: Path, weights: nn.Module | dict[str, mx.array], config: ModelConfig, **values: Any) -> Path:
+def write_folder(
+    folder: Path,
+    weights: nn.Module | dict[str, mx.array],
+    config: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+    **values: Any,
+) -> Path:
     """Write a model in Hugging Face's layout, with further fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder, arrays_of(weights) if isinstance(weights, nn.Module) else weights)
     write_json(folder / "config.json", {**config_to_hf(config), **values})
+    if tokenizer is not None:
+        tokenizer.save(folder)
     return folder
 
 

@@ -65,7 +65,7 @@ def run_split(opened: Callable[[], Checkpoint], size: int, use: Callable[[Decode
     def run(group: ThreadGroup) -> Any:
         try:
             model, _ = load_checkpoint(split_checkpoint(opened(), group.rank, size))
-            model.split(group)
+            model.split(group, opened().config)
             return use(model)
         except BaseException:
             group.barrier.abort()

@@ -12,21 +12,12 @@ from tests.paths import ROOT
 
 def make_stand_ins(folder, tiny_config, tiny_tokenizer, make_text):
     """Write `my-model`, which has a chat template, `stories.txt`, `book.txt`, `chats.jsonl` and `questions.jsonl`."""
-    from mlx.utils import tree_flatten
-
-    from mlxlm.backend.mlx import mx
     from mlxlm.data import CHAT_TEMPLATE
-    from mlxlm.families import config_to_hf
-    from mlxlm.model import Decoder
-    from mlxlm.utils.json_files import write_json
+    from tests.small_models import random_decoder, write_folder
 
-    model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=1024))
-    model.init_weights(seed=3)
-    (folder / "my-model").mkdir()
-    write_json(folder / "my-model" / "config.json", config_to_hf(model.config))
-    mx.save_safetensors(str(folder / "my-model" / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=1024)
     tiny_tokenizer.chat_template = CHAT_TEMPLATE
-    tiny_tokenizer.save(folder / "my-model")
+    write_folder(folder / "my-model", random_decoder(config, seed=3), config, tiny_tokenizer)
     tiny_tokenizer.chat_template = None
     (folder / "stories.txt").write_text(make_text(3000), encoding="utf-8")
     (folder / "book.txt").write_text(make_text(600), encoding="utf-8")

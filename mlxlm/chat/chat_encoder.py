@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from mlxlm.chat.chat_template import CHAT_FORMATS, MODEL, NAMES, PLAIN, ChatTemplate, RenderOptions
 from mlxlm.chat.messages import Message, check_final_message, parse_tools
-from mlxlm.chat.reasoning import THINK
+from mlxlm.chat.reasoning import HARMONY, THINK
 from mlxlm.chat.tool_calls import JSON_FORMAT, to_plain_messages
 from mlxlm.generation import LoadedModel
 from mlxlm.generation.jsonl import EXAMPLE_MESSAGE, EncodedPrompt, check_is_question, check_message
@@ -131,8 +131,12 @@ def parse_messages(messages: Messages) -> list[Message]:
 
 
 def answer_eos_token_ids(lm: LoadedModel, encoder: ChatEncoder) -> frozenset[int]:
-    """The tokens that end an answer: those of the model, and that of its chat template."""
-    return lm.eos_token_ids | {id for id in encoder.eos_token_ids if id < lm.config.vocab_size}
+    """The tokens that end an answer: those of the model, and that of its chat template.
+
+    In the harmony format <|end|> doesn't: it ends a message of the answer.
+    """
+    ends = lm.eos_token_ids | {id for id in encoder.eos_token_ids if id < lm.config.vocab_size}
+    return ends - {lm.tokenizer.special_tokens.get("<|end|>")} if encoder.reasoning_tags is HARMONY else ends
 
 
 def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_now: bool = False) -> MessageEncoder:

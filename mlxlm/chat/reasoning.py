@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlxlm.utils.errors import GenerationError
+
 
 @dataclass(frozen=True)
 class ReasoningTags:
@@ -55,9 +57,16 @@ _ALL_TAGS = (
 EFFORTS = ("none", "low", "medium", "high")
 
 
+def check_effort(effort: str | None) -> str | None:
+    """Return `effort`, which may be None. Raise GenerationError if it is not a reasoning effort."""
+    if effort not in (None, *EFFORTS):
+        raise GenerationError(f"reasoning_effort is {effort!r}", " or ".join(EFFORTS))
+    return effort
+
+
 def effort_variables(effort: str | None) -> dict[str, Any]:
     """Return the variables of chat templates for a reasoning effort, None for the model's default."""
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})} if effort else {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
 
 
 def reasoning_tags(template: str) -> ReasoningTags | None:

@@ -27,7 +27,7 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
-from mlxlm.chat.reasoning import EFFORTS
+from mlxlm.chat.reasoning import check_effort
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
@@ -72,8 +72,8 @@ class Chat:
         tools: Functions with type hints, or `CallableTool`, that the model can call, in up to ten rounds per answer.
             The chunks of the answer have the calls and their results. `max_tokens` limits each text between calls.
         allow_call: Called before each call; if it returns False, the result is an error that says so.
-        reasoning_effort: "none", "low", "medium" or "high", for chat templates that know it. "none" also sets their
-            variable `enable_thinking` to False.
+        reasoning_effort: "none", "low", "medium" or "high", for chat templates that know it. Their variable
+            `enable_thinking` is False with "none", else True.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
         logits_processors: See `mlxlm.stream`.
@@ -162,9 +162,7 @@ class Chat:
 
     @reasoning_effort.setter
     def reasoning_effort(self, effort: str | None) -> None:
-        if effort not in (None, *EFFORTS):
-            raise GenerationError(f"reasoning_effort is {effort!r}", " or ".join(EFFORTS))
-        self._chat_model.reasoning_effort = effort
+        self._chat_model.reasoning_effort = check_effort(effort)
 
     @property
     def system_prompt(self) -> str | None:

@@ -178,12 +178,7 @@ def chat(
     unnamed, cached = interactive and not flags["private"], flags["save_kv_cache"]
     keeper = autosave.Autosave(path, named=session is not None, cached=cached, unnamed=unnamed)
     repl = open_repl(
-        lm,
-        load_model,
-        autosave=keeper,
-        settings=settings,
-        chat_arguments=chat_arguments,
-        system_prompt=system_prompt,
+        lm, load_model, autosave=keeper, settings=settings, chat_arguments=chat_arguments, system_prompt=system_prompt
     )
     if verbose:
         memory_bandwidth()

@@ -135,21 +135,9 @@ def app() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit with 0 (done), 1 (failed), 2 (wrong usage), or 130 or 143 (interrupted)."""
-    _open_standard_descriptors()
-    sys.unraisablehook = _reraise_signal
     if sys.stderr is sys.__stderr__ and sys.__stderr__ is not None:
         sys.stderr = _ignore_write_errors(sys.__stderr__)
     sys.exit(answer(app) if COMPLETION_VARIABLE in os.environ else _run(args))
-
-
-def _open_standard_descriptors() -> None:
-    """Open the null device for standard streams that are closed (`<&-`).
-
-    Otherwise the next file that is opened, such as the model, would become a standard stream.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
 
 
 class _LenientFile(io.FileIO):
@@ -246,16 +234,6 @@ def _terminate(number: int, _frame: object) -> None:
     if number == signal.SIGHUP:  # the shell and the system may each send one when a terminal is closed
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise SystemExit(128 + number)
-
-
-def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
-    """Send a signal again that was raised where nothing can be raised, such as in the callback of a weak reference."""
-    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(unraisable.exc_type)
-    if number is None:
-        sys.__unraisablehook__(unraisable)
-        return
-    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
-    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then the callback has returned
 
 
 def _show_warning(message: Warning | str, *_: Any, **_options: Any) -> None:

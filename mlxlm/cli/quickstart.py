@@ -92,12 +92,7 @@ _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "requi
 @allow_sleep_option("Training")
 @option("Chat", "--no-chat", bool, "Don't start a chat.")
 def quickstart(
-    files: tuple[str, ...],
-    corpus: str,
-    out: Path | None,
-    minutes: float,
-    on_bad_input: str | None,
-    no_chat: bool,
+    files: tuple[str, ...], corpus: str, out: Path | None, minutes: float, on_bad_input: str | None, no_chat: bool
 ) -> None:
     """Train a tokenizer and a small model, quantize it to 4 bits, and chat with it.
 

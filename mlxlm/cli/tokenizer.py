@@ -12,15 +12,7 @@ import click
 
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.cli import render
-from mlxlm.cli.options import (
-    PATH,
-    SOURCES_HELP,
-    SectionedCommand,
-    data_option,
-    json_option,
-    option,
-    renamed,
-)
+from mlxlm.cli.options import PATH, SOURCES_HELP, SectionedCommand, data_option, json_option, option, renamed
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.data.sources import read_texts, total_bytes
 from mlxlm.data.text import BadInput

@@ -14,7 +14,7 @@ from mlxlm.utils.errors import ConfigError
 
 _SIZES = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "linear_num_value_heads",
-    "linear_num_key_heads",
+    "linear_num_key_heads", "mamba_n_heads",
 )  # fmt: skip
 
 
@@ -24,8 +24,6 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     Raises:
         ConfigError: It can't be divided.
     """
-    if "mamba" in (config.layer_types or ()):
-        raise ConfigError("layers with Mamba 2, whose heads share keys and a norm, can't be split", "one machine")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
     if "conv" in (config.layer_types or ()):
@@ -34,12 +32,16 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     problems = [f"{name} {value}" for name, value in divided.items() if value % size]
     if kv_heads % size and size % kv_heads:
         problems.append(f"num_key_value_heads {kv_heads}")
+    if (groups := config.mamba_n_groups) > 1 and groups % size:  # a single one is shared by all
+        problems.append(f"mamba_n_groups {groups}")
     if problems:
         fitting = [n for n in range(2, size) if heads % n == 0 and not any(value % n for value in sizes.values())]
-        hint = " or ".join(map(str, [n for n in fitting if not (kv_heads % n and n % kv_heads)])) or "one machine"
+        fitting = [n for n in fitting if not (kv_heads % n and n % kv_heads or groups > 1 and groups % n)]
+        hint = " or ".join(map(str, fitting)) or "one machine"
         raise ConfigError(f"{size} processes can't share {', '.join(problems)} equally", hint)
     changes = {name: value // size for name, value in divided.items()}
-    part = config.with_changes(**changes, num_key_value_heads=max(1, kv_heads // size), head_dim=config.head_dim)
+    changes |= {"num_key_value_heads": max(1, kv_heads // size), "mamba_n_groups": max(1, groups // size)}
+    part = config.with_changes(**changes, head_dim=config.head_dim)
     for kinds in set(zip(config.layer_sublayers, part.layer_sublayers, strict=True)):
         if size > 1 and any(whole.matrices == own.matrices for whole, own in zip(*kinds, strict=True)):
             raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
@@ -47,9 +49,5 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def sent_values_per_token(config: ModelConfig, size: int) -> int:
-    """How many values each process sends for a token: those of the sums of both sublayers, in a ring.
-
-    A norm over the queries and the keys of all heads needs the sums of their squares, too.
-    """
-    values = 2 * config.hidden_size + (2 if config.qk_norm == "projection" else 0)
-    return config.num_hidden_layers * values * 2 * (size - 1) // size
+    """How many values each process sends for a token: those of the sums of both sublayers, in a ring."""
+    return 2 * config.num_hidden_layers * config.hidden_size * 2 * (size - 1) // size

@@ -204,8 +204,7 @@ def validation_batches(
     """
     if len(data) < 2:
         raise DataError(
-            f"{data.name} has {len(data)} tokens, too few to predict any",
-            "more text, or a larger validation fraction",
+            f"{data.name} has {len(data)} tokens, too few to predict any", "more text, or a larger validation fraction"
         )
     conversations = _conversation_rows(data, max_seq_length) if mask_prompt else []
     rows = len(conversations) if mask_prompt else -(-(len(data) - 1) // max_seq_length)

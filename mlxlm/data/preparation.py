@@ -105,12 +105,7 @@ def _read(
 ) -> Generator[Document, None, None]:
     """Yield documents as `read_documents` does. Those for which `check` raises a DataError are bad input."""
     for document in read_documents(
-        paths,
-        stdin=data.stdin,
-        advance=progress,
-        text_column=data.text_column,
-        on_bad=on_bad,
-        fraction=data.fraction,
+        paths, stdin=data.stdin, advance=progress, text_column=data.text_column, on_bad=on_bad, fraction=data.fraction
     ):
         try:
             check(document)

@@ -17,16 +17,7 @@ from mlxlm.doctor.facts import basic_facts, report_facts
 from mlxlm.doctor.report import Report
 from mlxlm.doctor.worker import run_in_processes
 
-__all__ = [
-    "Check",
-    "CheckFailed",
-    "CheckSkipped",
-    "Report",
-    "Result",
-    "basic_facts",
-    "check_machine",
-    "run_check",
-]
+__all__ = ["Check", "CheckFailed", "CheckSkipped", "Report", "Result", "basic_facts", "check_machine", "run_check"]
 
 
 def check_machine(

@@ -158,13 +158,7 @@ def _absolute(paths: Sequence[str | Path]) -> list[str]:
 
 
 def prepare_shared_data(
-    folder: Path,
-    data: DataOptions,
-    tokenizer: TokenizerOptions,
-    vocab_size: int,
-    *,
-    seed: int,
-    phase: Phase,
+    folder: Path, data: DataOptions, tokenizer: TokenizerOptions, vocab_size: int, *, seed: int, phase: Phase
 ) -> tuple[Tokenizer, Path]:
     """Prepare the tokenizer and the token shards of all runs.
 

@@ -189,7 +189,7 @@ def load(path: Path | str, adapter: Path | str | None = None, process_group: Pro
         ConfigError: For an invalid configuration or generation_config.json.
         TokenizerError: For an invalid tokenizer.
     """
-    source: checkpoint.AnyCheckpoint = checkpoint.open_checkpoint(path, adapter)
+    source = whole = checkpoint.open_checkpoint(path, adapter)
     if process_group is not None and isinstance(source, checkpoint.Checkpoint):
         source = split_checkpoint(source, process_group.rank, process_group.size)
     model, config = checkpoint.load_checkpoint(source)
@@ -199,8 +199,8 @@ def load(path: Path | str, adapter: Path | str | None = None, process_group: Pro
             f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
-    if process_group is not None and isinstance(model, Decoder):
-        model.split(process_group)
+    if process_group is not None and isinstance(whole, checkpoint.Checkpoint):
+        model.split(process_group, whole.config)
     elif process_group is not None:
         shard_with_mlx_lm(model, process_group, source.path)
     converts = device.emulates_bfloat16() and isinstance(model, Decoder) and process_group is None

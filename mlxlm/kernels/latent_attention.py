@@ -8,11 +8,7 @@ from mlxlm.kernels.quantized_kv import QuantizedKV
 
 
 def latent_attention(
-    queries: mx.array,
-    rotated: mx.array,
-    latents: mx.array | QuantizedKV,
-    keys: mx.array | QuantizedKV,
-    mask: mx.array,
+    queries: mx.array, rotated: mx.array, latents: mx.array | QuantizedKV, keys: mx.array | QuantizedKV, mask: mx.array
 ) -> mx.array:
     """Compute softmax(queries · latentsᵀ + rotated · keysᵀ) · latents.
 

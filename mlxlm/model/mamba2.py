@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.model.gated_delta import chunk_decays, into_chunks
 from mlxlm.model.linear import FusedLinear, Linear
-from mlxlm.model.norms import RMSNorm
+from mlxlm.model.norms import RMSNorm, split_rms_norm
 from mlxlm.model.short_conv import CausalConv1d
 
 
@@ -94,8 +95,13 @@ class Mamba2(nn.Module):
         self.A_log, self.dt_bias, self.D = mx.zeros((heads,)), mx.ones((heads,)), mx.ones((heads,))
         self.norm = RMSNorm(inner, config.rms_norm_eps)
         self.out_proj = Linear(inner, hidden, bias=config.mamba_proj_bias)
+        self._norm_group: ProcessGroup | None = None  # see `split`
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None
+
+    def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
+        """Have the part of the heads that this process has; the norm of a single group is over those of all."""
+        self._norm_group = process_group if whole.mamba_n_groups == 1 else None
 
     def fuse(self) -> None:
         """Lay out the weights of the projections for decoding steps."""
@@ -143,6 +149,9 @@ class Mamba2(nn.Module):
             cache[last] = state
         out = out.reshape(by_head.shape) + by_head * self.D[:, None]
         out = out.reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
-        out = mx.fast.rms_norm(out.reshape(*groups, -1), None, self.norm.eps)
+        if self._norm_group is None:
+            out = mx.fast.rms_norm(out.reshape(*groups, -1), None, self.norm.eps)
+        else:
+            [out] = split_rms_norm([out], self.norm.eps, self._norm_group)
         out = out.reshape(gate.shape).astype(x.dtype) * self.norm.weight
         return (self._project_out if is_step else self.out_proj)(out)

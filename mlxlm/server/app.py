@@ -66,12 +66,7 @@ def make_app(
         responses_dir: Where answers of the Responses API are kept besides memory; None for memory only.
     """
     rules = rules or AccessRules()
-    all_routes = [
-        *find_routes(),
-        Route("/health", health),
-        Route("/metrics", render_metrics),
-        *page_routes(),
-    ]
+    all_routes = [*find_routes(), Route("/health", health), Route("/metrics", render_metrics), *page_routes()]
     metrics = Metrics(models)
     middleware = [
         Middleware(RequestLog, metrics, [route.path for route in all_routes]),

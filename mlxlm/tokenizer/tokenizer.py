@@ -297,9 +297,7 @@ def bos_eos_processor(runtime: tokenizers.Tokenizer, bos: str | None, eos: str |
     single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
     second = [part.replace("$A", "$B").removesuffix(":0") + ":1" for part in single]
     return processors.TemplateProcessing(
-        single=single,
-        pair=[*single, *second],
-        special_tokens=[(token, runtime.token_to_id(token)) for token in tokens],
+        single=single, pair=[*single, *second], special_tokens=[(token, runtime.token_to_id(token)) for token in tokens]
     )
 
 

@@ -338,12 +338,7 @@ def num_bytes(data: DataOptions, paths: Sequence[str | Path]) -> int | None:
 
 
 def prepare_shards(
-    data: DataOptions,
-    tokenizer: Tokenizer,
-    out: Path,
-    seed: int,
-    phase: Phase = no_phase,
-    encode: Encode | None = None,
+    data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, phase: Phase = no_phase, encode: Encode | None = None
 ) -> Path:
     """Tokenize the text into the folder `out`, and return `out`. See `prepare`."""
     with phase("preparing tokens", num_bytes(data, [*data.sources, *data.validation])) as advance:

@@ -19,10 +19,7 @@ _ESCAPED = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # UTF-8 has no lone surroga
 
 
 def read_json(
-    path: Path | str,
-    max_bytes: int = _MAX_BYTES,
-    error_type: type[MlxlmError] = ConfigError,
-    hint: str | None = None,
+    path: Path | str, max_bytes: int = _MAX_BYTES, error_type: type[MlxlmError] = ConfigError, hint: str | None = None
 ) -> Any:
     """Read a JSON file, or `config.json` in a folder.
 

@@ -1,14 +1,12 @@
 """A tiny chat model: random weights, a template with roles; in memory and as a folder."""
 
-import json
-
 import pytest
 
 from mlxlm import tokenizer
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.families import config_to_hf
+from mlxlm.backend.mlx import mx
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
+from tests.small_models import write_folder
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -46,12 +44,4 @@ def lm(tokens, decoder, tmp_path):
 @pytest.fixture
 def model_folder(tokens, decoder, tmp_path):
     """The same model as a folder."""
-    return save(decoder, tokens, tmp_path / "tiny")
-
-
-def save(decoder, tokens, folder):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_to_hf(decoder.config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(decoder.parameters())))
-    tokens.save(folder)
-    return folder
+    return write_folder(tmp_path / "tiny", decoder, decoder.config, tokens)

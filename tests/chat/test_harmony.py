@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ SIZES = {
 def gpt_oss(tokens, tmp_path_factory):
     """A GPT-OSS with random weights, which can be made to say something by `Scripted`."""
     values = {"model_type": "gpt_oss", "vocab_size": tokens.vocab_size, **SIZES}
-    values["eos_token_id"] = tokens.special_tokens["<|return|>"]
+    values["eos_token_id"] = [tokens.special_tokens[token] for token in ("<|return|>", "<|end|>")]
     model = random_decoder(config_from_hf(values))
     mx.eval(model.parameters())
     return LoadedModel(model, tokens, model.config, tmp_path_factory.getbasetemp())
@@ -183,6 +184,10 @@ def test_the_reasoning_effort_of_a_chat(gpt_oss, tmp_path):
     assert Chat.open(tmp_path / "chat.jsonl", lm, reasoning_effort="none").reasoning_effort == "none"
     with pytest.raises(GenerationError, match="reasoning_effort is 'much'"):
         chat.reasoning_effort = "much"
+    text = (tmp_path / "chat.jsonl").read_text().replace('"reasoning_effort": "low"', '"reasoning_effort": "much"')
+    (tmp_path / "other.jsonl").write_text(text)
+    with pytest.raises(GenerationError, match="line 1: reasoning_effort is 'much'"):
+        Chat.open(tmp_path / "other.jsonl", lm)
 
 
 def test_a_chat_that_is_stopped_in_its_reasoning(gpt_oss):
@@ -232,6 +237,26 @@ def test_text_without_a_chat_has_the_markup_unless_it_is_constrained(gpt_oss):
     lm.model.add('{"ok": true}', f"<|start|>assistant{FINAL}", "<|return|>")
     result = generate(lm, messages=[{"role": "user", "content": "Why?"}], json_schema=SCHEMA, temperature=0)
     assert result.text == '{"ok": true}' and result.constraint_error is None
+
+
+def test_tags_that_are_special_tokens(gpt_oss):
+    """As Mistral's: they are part of the text, also without a grammar."""
+    template = (
+        "{% for m in messages %}[INST]{{ m.role ~ m.content }}{% if m.role == 'assistant' %}[/INST]{% endif %}"
+        "{% endfor %}{{ '[INST]assistant' if add_generation_prompt }}{# [THINK] #}"
+    )
+    runtime = tokenizers.Tokenizer.from_str(tokenizer.train(TEXT, 300).to_json())
+    special = ("[INST]", "[/INST]", "[THINK]", "[/THINK]")
+    runtime.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
+    lm = replace(gpt_oss, tokenizer=tokenizer.Tokenizer(runtime, {}, chat_template=template))
+    script = {"begins": "[INST]assistant", "end": "[/INST]"}
+    chat = Chat(scripted(lm, "[THINK]Hm.[/THINK]The fox.", **script), temperature=0)
+    assert shown(chat) == ["Hm.", "The fox."] and split(chat.messages[-1].content) == ("Hm.", "The fox.")
+    assert chat.context_ids == lm.tokenizer.encode(
+        "[INST]userWhy?[INST]assistantThe fox.[/INST]", add_special_tokens=False, parse_special=True
+    )
+    chat = Chat(scripted(lm, '[THINK]Hm.[/THINK]{"ok": true}', **script), json_schema=SCHEMA, temperature=0)
+    assert shown(chat) == ["Hm.", '{"ok": true}']
 
 
 def test_messages_with_reasoning_calls_and_text(tokens):

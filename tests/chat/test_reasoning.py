@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.chat.reasoning import THINK, ReasoningParser, split
+from mlxlm.chat.reasoning import _ALL_TAGS, HARMONY, THINK, ReasoningParser, effort_variables, reasoning_tags, split
 
 
-def streamed(parts):
-    parser = ReasoningParser()
+def streamed(parts, tags=THINK):
+    parser = ReasoningParser(tags)
     pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
     assert all(text for text, _ in pieces)
     return tuple("".join(text for text, reasoning in pieces if reasoning is wanted) for wanted in (True, False))
@@ -61,6 +61,23 @@ def test_what_is_decided_is_not_held_back():
     assert parser.push("<think>a b") == [("a b", True)] and parser.reasoning
     assert parser.push(" <") == [] and parser.push("c") == [(" <c", True)]
     assert parser.push("</think>d") == [("d", False)] and not parser.reasoning
+
+
+@pytest.mark.parametrize("tags", [tags for tags in _ALL_TAGS if tags is not HARMONY], ids=lambda tags: tags.open)
+def test_the_tags_of_all_families(tags):
+    text = f"{tags.open}\nHm < [so.{tags.close}\n\nHello."
+    assert reasoning_tags(f"{{{{ '{tags.open}' }}}}") is tags
+    assert streamed([text], tags) == streamed(text, tags) == ("Hm < [so.", "Hello.")
+    assert streamed([tags.render("Hm.", "Hello.")], tags) == ("Hm.", "Hello.")
+    opened = tags.open_tag(f"?{tags.open}\n")
+    assert streamed([opened + tags.start_of_answer(opened), "Hello."], tags) == ("", "Hello.")
+    assert tags.start_of_answer("") == tags.render("", "") == ""
+
+
+def test_the_variables_of_an_effort():
+    assert effort_variables("low") == {"reasoning_effort": "low", "enable_thinking": True}
+    assert effort_variables("none") == {"reasoning_effort": "none", "enable_thinking": False}
+    assert effort_variables(None) == {}
 
 
 def test_the_tag_that_a_template_opens():

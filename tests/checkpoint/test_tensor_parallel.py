@@ -1,5 +1,7 @@
 """Parts of checkpoints for several processes: their logits together, what each reads, and what can't be split."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,8 @@ KINDS = {
     "sinks and gates": {**EXPERTS, "attention_sinks": True, "attn_output_gate": True, "mlp_bias": True,
                         "router_bias": True, "swiglu_limit": 7.0},
     "norms over all heads": {"qk_norm": "projection"},
+    "norms of each head": {"qk_norm": "layer_per_head"},
+    "scaled inputs of experts": {**EXPERTS, "router": "input_sigmoid", "shared_expert_intermediate_size": 32},
     "latent attention": {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_key_value_heads": 4, "attention_bias": True, **EXPERTS, "router": "sigmoid",
@@ -41,6 +45,11 @@ KINDS = {
     "gated delta rule": {
         "layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 8, "linear_num_key_heads": 4,
         "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    },
+    "Mamba 2": {"layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12},
+    "Mamba 2 with groups": {
+        "layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12,
+        "mamba_n_groups": 4, "mamba_proj_bias": True,
     },
 }  # fmt: skip
 TOKENS = mx.array([[5, 17, 3, 42, 8, 60, 2, 11, 29, 33, 7, 1], [9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
@@ -75,6 +84,8 @@ def test_the_parts_give_the_logits_of_the_whole(kind, size):
     whole = logits_of(model)
     for part in run_split(lambda: in_memory(model), size, logits_of):
         close(part, whole)
+    part = split_checkpoint(in_memory(model), size - 1, size)
+    assert part.config.parameter_count() == sum(math.prod(tensor.shape) for tensor in part.tensors.values())
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(None, "grouped-query"), (4, "grouped-query"), (4, "short convolutions")])
@@ -124,18 +135,8 @@ def test_biases_of_sums_are_added_once():
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}, 4, r"heads 6, .*\(try: 2\)"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, 2, "num_key_value_heads 3"),
         ({**EXPERTS, "moe_intermediate_size": 33}, 2, r"moe_intermediate_size 33 equally \(try: one machine\)"),
+        ({**KINDS["Mamba 2 with groups"], "mamba_n_groups": 2}, 4, r"mamba_n_groups 2 equally \(try: 2\)"),
         ({"layer_types": ("conv", "full_attention"), "hidden_size": 72, "head_dim": 16}, 16, "conv_dim 72"),
-        (
-            {
-                "layer_types": ("mamba", "full_attention"),
-                "mamba_n_heads": 4,
-                "mamba_n_groups": 2,
-                "mamba_d_head": 8,
-                "mamba_d_state": 12,
-            },
-            2,
-            "can't be split",
-        ),
     ],
 )
 def test_what_processes_cannot_share(fields, size, expected):

@@ -4,14 +4,11 @@ import os
 
 import pytest
 
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint import save_weights
+from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import _run
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
-from mlxlm.utils.json_files import write_json
 from tests.cli.helpers import QUICK
 from tests.generation.conftest import lm  # noqa: F401
+from tests.small_models import arrays_of, random_decoder, write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +30,8 @@ def run_folder(tmp_path_factory, make_text):
 def model(tmp_path, tiny_config, tiny_tokenizer):
     """A small float16 model in the folder `model`."""
     config = tiny_config.with_changes(hidden_size=64, head_dim=16, intermediate_size=96, vocab_size=320)
-    decoder = Decoder(config)
-    decoder.init_weights(0)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_weights(folder, {name: w.astype(mx.float16) for name, w in tree_flatten(decoder.parameters())})
-    write_json(folder / "config.json", config_to_hf(config))
-    tiny_tokenizer.save(folder)
-    return folder
+    weights = {name: weight.astype(mx.float16) for name, weight in arrays_of(random_decoder(config)).items()}
+    return write_folder(tmp_path / "model", weights, config, tiny_tokenizer)
 
 
 @pytest.fixture

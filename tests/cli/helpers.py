@@ -7,24 +7,22 @@ import sys
 
 from mlxlm.backend.compiled_kernels import kernel_folder
 from mlxlm.backend.mlx import mx
-from mlxlm.cli.main import _run
+from tests.run_command import run
 
 QUICK = ["--steps", "6", "--batch-size", "4", "--max-seq-length", "32", "--vocab-size", "300"]
 MLXLM = [sys.executable, "-m", "mlxlm.cli.main"]
 
 
-def run_command(*arguments, **settings):
+def run_process(*arguments, **settings):
     """Run `mlxlm ARGUMENTS` in a process of its own."""
     command = [*MLXLM, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
 
 
-def error_line(capsys, *arguments) -> str:
+def error_line(*arguments) -> str:
     """Run a command that fails with exit code 1, nothing on stdout and one line of error, which is returned."""
-    capsys.readouterr()
-    assert _run(list(map(str, arguments))) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and "Traceback" not in err
+    code, out, err = run(*arguments)
+    assert code == 1 and out == "" and "Traceback" not in err
     lines = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     return lines[0]
@@ -49,10 +47,3 @@ def dying_compiler(tmp_path, death):
     )
     compiler.chmod(0o755)
     return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
-
-
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    """Run a command in this process; returns the exit code, stdout and stderr."""
-    capsys.readouterr()
-    code = _run(list(map(str, arguments)))
-    return code, *capsys.readouterr()

@@ -7,7 +7,8 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import open_checkpoint
 from mlxlm.server.models import ModelSettings, load_model
-from tests.cli.helpers import error_line, run
+from tests.cli.helpers import error_line
+from tests.run_command import run
 from tests.small_models import write_peft
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -21,10 +22,10 @@ def adapter(tmp_path):
 
 
 @pytest.fixture
-def merged(model, adapter, tmp_path, capsys):
+def merged(model, adapter, tmp_path):
     """A folder that `mlxlm convert --adapter` wrote."""
     out = tmp_path / "merged"
-    assert run(capsys, "convert", model, "--adapter", adapter, "--out", out)[0] == 0
+    assert run("convert", model, "--adapter", adapter, "--out", out)[0] == 0
     return out
 
 
@@ -44,30 +45,30 @@ def test_convert(model, merged):
         ["evaluate", "--multiple-choice", "QUESTIONS", "--json"],
     ],
 )
-def test_a_model_with_its_adapter_is_the_merged_model(arguments, model, adapter, merged, tmp_path, capsys):
+def test_a_model_with_its_adapter_is_the_merged_model(arguments, model, adapter, merged, tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on a mat and saw two birds\n" * 3)
     question = {"question": "the cat", "choices": [" sat on", " saw", " birds"], "answer": 1}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question))
     paths = {"TEXT": tmp_path / "text.txt", "QUESTIONS": tmp_path / "questions.jsonl"}
     command, *options = [paths.get(argument, argument) for argument in arguments]
     plain, wanted, found = (
-        run(capsys, command, *target, *options) for target in ([model], [merged], [model, "--adapter", adapter])
+        run(command, *target, *options) for target in ([model], [merged], [model, "--adapter", adapter])
     )
     assert found[0] == 0 and found[1].replace(str(model), "") == wanted[1].replace(str(merged), "")
     assert plain[1] != found[1]
 
 
-def test_jsonl(model, adapter, merged, tmp_path, capsys):
+def test_jsonl(model, adapter, merged, tmp_path):
     (tmp_path / "requests.jsonl").write_text('{"id": "a", "prompt": "the cat", "max_tokens": 8}\n')
     options = ["--jsonl", tmp_path / "requests.jsonl"]
-    results = [run(capsys, "generate", *target, *options) for target in ([merged], [model, "--adapter", adapter])]
+    results = [run("generate", *target, *options) for target in ([merged], [model, "--adapter", adapter])]
     assert len({json.loads(out)["text"] for _, out, _ in results}) == 1
 
 
-def test_quantize(model, adapter, merged, tmp_path, capsys):
+def test_quantize(model, adapter, merged, tmp_path):
     options = ["--bits", "4", "--no-evaluate", "--json"]
-    assert run(capsys, "quantize", merged, "--out", tmp_path / "a", *options)[0] == 0
-    assert run(capsys, "quantize", model, "--adapter", adapter, "--out", tmp_path / "b", *options)[0] == 0
+    assert run("quantize", merged, "--out", tmp_path / "a", *options)[0] == 0
+    assert run("quantize", model, "--adapter", adapter, "--out", tmp_path / "b", *options)[0] == 0
     a, b = (open_checkpoint(tmp_path / name).tensors for name in "ab")
     assert all(mx.array_equal(a[name].read(), b[name].read()).item() for name in a) and list(a) == list(b)
 
@@ -80,11 +81,11 @@ def test_a_served_model(model, adapter, merged):
     served.engine.close()
 
 
-def test_errors(model, adapter, tmp_path, capsys):
-    assert "there is no adapter" in error_line(capsys, "generate", model, "--adapter", tmp_path / "no", "-p", "x")
+def test_errors(model, adapter, tmp_path):
+    assert "there is no adapter" in error_line("generate", model, "--adapter", tmp_path / "no", "-p", "x")
     (adapter / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
-    assert "peft_type 'LOHA' is not" in error_line(capsys, "generate", model, "--adapter", adapter, "-p", "x")
-    code, _, err = run(capsys, "serve", model, tmp_path, "--adapter", adapter)
+    assert "peft_type 'LOHA' is not" in error_line("generate", model, "--adapter", adapter, "-p", "x")
+    code, _, err = run("serve", model, tmp_path, "--adapter", adapter)
     assert code == 2 and "--adapter needs a single MODEL" in err
-    code, _, err = run(capsys, "generate", model, "--adapter-path", adapter, "-p", "x")
+    code, _, err = run("generate", model, "--adapter-path", adapter, "-p", "x")
     assert code == 2 and "--adapter" in err

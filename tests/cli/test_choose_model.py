@@ -8,7 +8,7 @@ import pexpect
 import pytest
 
 from mlxlm.checkpoint.catalog import default_entry
-from tests.cli.helpers import MLXLM, run_command
+from tests.cli.helpers import MLXLM, run_process
 
 
 @pytest.fixture
@@ -34,17 +34,17 @@ def exit_code(process: pexpect.spawn) -> int:
 
 
 def test_without_a_terminal_it_says_what_works(home):
-    result = run_command("chat", "-p", "Hello", env=home)
+    result = run_process("chat", "-p", "Hello", env=home)
     assert result.returncode == 2 and "MODEL is missing (try: --yes for smollm2-135m, 98.4 MB" in result.stderr
 
 
 def test_yes_takes_the_default(home):
-    result = run_command("chat", "-p", "Hello", "--yes", "--offline", env=home)
+    result = run_process("chat", "-p", "Hello", "--yes", "--offline", env=home)
     assert result.returncode == 1 and "smollm2-135m isn't on this machine, and downloads are forbidden" in result.stderr
 
 
 def test_yes_has_no_effect_with_a_model(home, model):
-    result = run_command("chat", model, "--yes", env=home)
+    result = run_process("chat", model, "--yes", env=home)
     assert result.returncode == 2 and "--yes would have no effect: MODEL is given" in result.stderr
 
 

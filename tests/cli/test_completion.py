@@ -12,7 +12,7 @@ import pexpect
 import pytest
 
 from mlxlm.cli import completion
-from tests.cli.helpers import MLXLM, run_command
+from tests.cli.helpers import MLXLM, run_process
 from tests.paths import ROOT
 
 
@@ -29,7 +29,7 @@ def user(home, tmp_path):
 
 
 def install(environment, shell):
-    result = run_command("--install-completion", env={**environment, "SHELL": f"/bin/{shell}"})
+    result = run_process("--install-completion", env={**environment, "SHELL": f"/bin/{shell}"})
     assert result.returncode == 0, result.stderr
     return result.stderr
 
@@ -85,7 +85,7 @@ def test_files_of_others_stay(user):
     path = home / ".config/fish/completions/mlxlm.fish"
     path.parent.mkdir(parents=True)
     path.write_text("complete -c mlxlm -a mine\n")
-    result = run_command("--install-completion", "fish", env=environment)
+    result = run_process("--install-completion", "fish", env=environment)
     assert result.returncode == 1 and "mlxlm.fish was not written by mlxlm" in result.stderr
     assert path.read_text() == "complete -c mlxlm -a mine\n"
 
@@ -101,7 +101,7 @@ def test_an_older_script_is_replaced(user):
 
 def test_another_shell(user):
     environment, _ = user
-    result = run_command("--install-completion", env={**environment, "SHELL": "/bin/tcsh"})
+    result = run_process("--install-completion", env={**environment, "SHELL": "/bin/tcsh"})
     assert (
         result.returncode == 1 and "no completion for the shell 'tcsh' (try: one of bash, zsh, fish)" in result.stderr
     )

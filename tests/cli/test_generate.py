@@ -5,38 +5,27 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxlm import batch, generate, load
-from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import _run
-from mlxlm.families import config_to_hf
 from mlxlm.tokenizer import FillInTheMiddle, train
-from tests.run_command import run_command
+from tests.run_command import run as run_mlxlm
+from tests.small_models import write_folder
 from tests.tokenizer.test_fill_in_the_middle import QWEN, with_tokens
 
 
 @pytest.fixture(scope="module")
 def folder(lm, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_to_hf(lm.config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(lm.model.parameters())))
-    lm.tokenizer.save(folder)
-    return str(folder)
+    return str(write_folder(tmp_path_factory.mktemp("models") / "tiny", lm.model, lm.config, lm.tokenizer))
 
 
 @pytest.fixture
 def run():
     """`run(*arguments, stdin=b"")`: the exit code, standard output and standard error of `mlxlm generate`."""
-
-    def run(*arguments, stdin=b""):
-        done = run_command("generate", *arguments, stdin=stdin)
-        return done.returncode, done.stdout.decode(), done.stderr.decode()
-
-    return run
+    return partial(run_mlxlm, "generate")
 
 
 def test_only_the_text_is_printed(run, folder):
@@ -103,11 +92,7 @@ def test_statistics_on_standard_error(run, folder):
 
 def test_suffix(run, lm, tmp_path):
     tokens = with_tokens(train(["The quick brown fox jumps over the lazy dog."], 264), QWEN)
-    folder = tmp_path / "code"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_to_hf(lm.config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(lm.model.parameters())))
-    tokens.save(folder)
+    folder = write_folder(tmp_path / "code", lm.model, lm.config, tokens)
     middle = FillInTheMiddle(tokens)
     code = load(folder)
     wanted = generate(code, middle.encode("The", "dog"), temperature=0, max_tokens=8).text
@@ -290,7 +275,7 @@ def test_chat_uses_the_template(run, folder, tmp_path):
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_help_has_sections(command):
-    text = run_command(command, "--help-all").stdout.decode()
+    _, text, _ = run_mlxlm(command, "--help-all")
     wanted = ["Stopping:", "Sampling:", "Repetition penalties:", "Constrained output:", "Memory and speed:"]
     if command == "generate":
         wanted = ["docs/scripting.md", "Input:", "Output:", *wanted, "Options:", "Examples:"]

@@ -8,38 +8,38 @@ from mlxlm.checkpoint.huggingface import write
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.utils.json_files import write_json
-from tests.cli.helpers import run
+from tests.run_command import run
 from tests.small_models import arrays_of, random_decoder
 
 
-def test_inspect(model, capsys):
-    code, out, err = run(capsys, "inspect", model)
+def test_inspect(model):
+    code, out, err = run("inspect", model)
     shown = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert code == 0 and err == ""
     assert shown["layers"] == "2, width 64" and shown["types"].startswith("F16 ")
     assert "4 heads of 16 on 2 key-value heads" in shown["attention"] and "run by mlxlm's own" in shown["family"]
-    code, out, _ = run(capsys, "inspect", model, "--json", "--tensors")
+    code, out, _ = run("inspect", model, "--json", "--tensors")
     facts = json.loads(out)
     assert facts["bits_per_weight"] == 16 and facts["quantization"] is None
     assert {"name": "model.norm.weight", "type": "F16", "shape": "64", "bytes": 128} in facts["tensor_list"]
 
 
-def test_control_characters_in_files_are_not_printed(model, capsys):
+def test_control_characters_in_files_are_not_printed(model):
     values = json.loads((model / "config.json").read_text())
     plan = {"bits": 0, "mode": "affine", "x\x1b[2J": {"bits": "y"}}
     write_json(model / "config.json", {**values, "model_type": "\x1b[31mmamba\nerror", "quantization": plan})
-    code, out, _ = run(capsys, "inspect", model)
+    code, out, _ = run("inspect", model)
     assert code == 0 and "\x1b" not in out and "\\x1b[31mmamba error, can't be run: " in out
 
 
-def test_the_reason_for_mlx_lm(model, capsys):
+def test_the_reason_for_mlx_lm(model):
     values = json.loads((model / "config.json").read_text())
     write_json(model / "config.json", {**values, "model_type": "helium"})
-    code, out, _ = run(capsys, "inspect", model)
+    code, out, _ = run("inspect", model)
     assert code == 0 and "helium, run by mlx_lm: " in out
 
 
-def test_equal_layers_are_grouped(model, capsys):
+def test_equal_layers_are_grouped(model):
     weights = mx.load(str(model / "model.safetensors"))
     mx.eval(weights)
     plan = {"bits": 4, "group_size": 32, "mode": "affine"}
@@ -55,7 +55,7 @@ def test_equal_layers_are_grouped(model, capsys):
     save_weights(model, weights)
     values = json.loads((model / "config.json").read_text())
     write_json(model / "config.json", {**values, "quantization": plan})
-    code, out, _ = run(capsys, "inspect", model)
+    code, out, _ = run("inspect", model)
     [line] = [line for line in out.splitlines() if "affine 8 bits" in line]
     assert code == 0 and sorted(line.split("32 ")[1].split(", ")) == [
         "model.layers.*.mlp.down_proj",
@@ -63,7 +63,7 @@ def test_equal_layers_are_grouped(model, capsys):
     ]
 
 
-def test_experts(tmp_path, tiny_tokenizer, capsys):
+def test_experts(tmp_path, tiny_tokenizer):
     config = ModelConfig(
         32, 3, 2, 48, tiny_tokenizer.vocab_size, model_type="glm4_moe", num_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=20, router="sigmoid", shared_expert_intermediate_size=20, attention_out_bias=False,
@@ -71,7 +71,7 @@ def test_experts(tmp_path, tiny_tokenizer, capsys):
     )  # fmt: skip
     weights = {name: lazy_tensor(value) for name, value in arrays_of(random_decoder(config)).items()}
     write(tmp_path, {}, config, weights, tiny_tokenizer)
-    _, out, _ = run(capsys, "inspect", tmp_path)
+    _, out, _ = run("inspect", tmp_path)
     line = next(line for line in out.splitlines() if line.startswith("feed-forward"))
     experts = "2 of 6 experts of 20 and a shared one of 20, 48 in 1 of 3 layers"
     assert (

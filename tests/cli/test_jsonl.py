@@ -12,32 +12,22 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten
 
 from mlxlm import batch, generate
-from mlxlm.backend.mlx import mx
 from mlxlm.cli import jsonl, render
 from mlxlm.cli.jsonl import JobProgress, LineReader
-from mlxlm.families import config_to_hf
 from mlxlm.generation import load
 from mlxlm.generation.gumbel_noise import derive_seed
-from mlxlm.model import Decoder
 from tests.run_command import run_command
+from tests.small_models import write_folder
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_config, tiny_tokenizer, tmp_path_factory):
+def folder(lm, tiny_tokenizer, tmp_path_factory):
     """A model's folder; it has a chat template."""
-    folder = tmp_path_factory.mktemp("jsonl") / "tiny"
-    folder.mkdir()
-    model = Decoder(tiny_config.with_changes(tie_word_embeddings=False))
-    model.init_weights(seed=3)
-    model.lm_head.weight = model.lm_head.weight * 20  # logits far apart, so that rounding decides nothing
-    (folder / "config.json").write_text(json.dumps(config_to_hf(model.config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    tiny_tokenizer.save(folder)
+    folder = write_folder(tmp_path_factory.mktemp("jsonl") / "tiny", lm.model, lm.config, tiny_tokenizer)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
     return str(folder)

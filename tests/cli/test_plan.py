@@ -3,25 +3,21 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.plan import Serving, bits_that_fit, find_config, inference_memory
 from mlxlm.plan.advice import usable_memory
-from tests.run_command import run_command
+from tests.run_command import run as run_mlxlm
 
 
 @pytest.fixture
 def run(monkeypatch):
     """`run(*arguments)`: the exit code, standard output and standard error of `mlxlm plan`."""
     monkeypatch.setattr("mlxlm.plan.machines.measure_matmul", lambda **options: 100.0)
-
-    def run(*arguments):
-        done = run_command("plan", *arguments)
-        return done.returncode, done.stdout.decode(), done.stderr.decode()
-
-    return run
+    return partial(run_mlxlm, "plan")
 
 
 def test_tables(run):

@@ -128,23 +128,23 @@ def test_the_vocabulary_adapts_to_the_text(tmp_path, capsys):
     assert _run(["pretrain", *map(str, short), "--out", str(out)]) == 0
     assert json.loads((out / "config.json").read_text())["vocab_size"] < 300
     capsys.readouterr()
-    line = error_line(capsys, "pretrain", *short, "--out", tmp_path / "other", "--vocab-size", "2000")
+    line = error_line("pretrain", *short, "--out", tmp_path / "other", "--vocab-size", "2000")
     assert "a vocabulary of 2000 is larger than this text supports" in line
 
 
-def test_wrong_text_files(tmp_path, capsys):
+def test_wrong_text_files(tmp_path):
     files = {"empty.txt": b"", "binary.bin": bytes(range(256)) * 10, "short.txt": b"hello there", "bad.jsonl": b"{"}
     expected = {"empty.txt": "is empty", "binary.bin": "not UTF-8", "short.txt": "try:", "bad.jsonl": "line 1"}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-        line = error_line(capsys, "pretrain", tmp_path / name, "--out", tmp_path / "run", *QUICK)
+        line = error_line("pretrain", tmp_path / name, "--out", tmp_path / "run", *QUICK)
         assert expected[name] in line and "(try: " in line
         assert not (tmp_path / "run").exists()
-    assert "no such file" in error_line(capsys, "pretrain", tmp_path / "none.txt", "--out", tmp_path / "run")
+    assert "no such file" in error_line("pretrain", tmp_path / "none.txt", "--out", tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(files)
 
 
-def test_a_vocabulary_that_is_too_large(tmp_path, make_text, capsys):
+def test_a_vocabulary_that_is_too_large(tmp_path, make_text):
     (tmp_path / "text.txt").write_text(make_text(300))
-    line = error_line(capsys, "pretrain", tmp_path / "text.txt", "--out", tmp_path / "run", "--vocab-size", "50000")
+    line = error_line("pretrain", tmp_path / "text.txt", "--out", tmp_path / "run", "--vocab-size", "50000")
     assert "50000" in line and "(try: " in line

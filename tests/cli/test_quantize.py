@@ -4,29 +4,19 @@ import json
 
 import pytest
 
-from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import save_weights
 from mlxlm.cli.main import _run
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
-from mlxlm.utils.json_files import write_json
-from tests.cli.helpers import run
+from tests.run_command import run
+from tests.small_models import arrays_of, random_decoder, write_folder
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tiny_config, tiny_tokenizer):
-    folder = tmp_path_factory.mktemp("command") / "model"
-    folder.mkdir()
-    decoder = Decoder(tiny_config)
-    decoder.init_weights(0)
-    write_json(folder / "config.json", config_to_hf(tiny_config))
-    save_weights(folder, {name: 4 * w if w.ndim == 2 else w for name, w in tree_flatten(decoder.parameters())})
-    tiny_tokenizer.save(folder)
-    return folder
+    weights = {name: 4 * w if w.ndim == 2 else w for name, w in arrays_of(random_decoder(tiny_config)).items()}
+    return write_folder(tmp_path_factory.mktemp("command") / "model", weights, tiny_config, tiny_tokenizer)
 
 
-def test_the_report(model, tmp_path, capsys, text_file):
-    code, out, err = run(capsys, "quantize", model, "--out", tmp_path / "out", "--bits", "3", "--eval-text", text_file)
+def test_the_report(model, tmp_path, text_file):
+    code, out, err = run("quantize", model, "--out", tmp_path / "out", "--bits", "3", "--eval-text", text_file)
     assert code == 0 and "Traceback" not in err
     for name in ("bits per weight", "KL divergence", "bits per byte", "top-1 agreement"):
         assert name in out
@@ -35,18 +25,18 @@ def test_the_report(model, tmp_path, capsys, text_file):
     assert (tmp_path / "out" / "quantization.png").is_file()
 
 
-def test_json(model, tmp_path, capsys, text_file):
+def test_json(model, tmp_path, text_file):
     settings = ("--method", "gptq", "--calibration-text", text_file, "--json")
-    code, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)
+    code, out, _ = run("quantize", model, "--out", tmp_path / "out", *settings)
     report = json.loads(out)
     assert code == 0 and report["method"] == "gptq" and len(report["worst_layers"]) == 5
     assert report["metrics"]["kl"] > 0
     assert "last tenth" in report["calibration_text"] and "last tenth" in report["metrics"]["text"]
 
 
-def test_max_size(model, tmp_path, capsys, text_file):
+def test_max_size(model, tmp_path, text_file):
     settings = ("--calibration-text", text_file, "--no-evaluate", "--max-size", "0.042 MB")
-    code, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)
+    code, out, _ = run("quantize", model, "--out", tmp_path / "out", *settings)
     size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir() if "quantization" not in file.name)
     assert code == 0 and size <= 42_000 and "matrices in" in out
 

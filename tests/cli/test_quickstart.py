@@ -107,8 +107,8 @@ def test_answers_are_taken_at_a_twelfth_and_a_third_of_the_time(monkeypatch, cap
     ],
 )
 @pytest.mark.usefixtures("hasty")
-def test_too_little_text(text, problem, tmp_path, capsys):
+def test_too_little_text(text, problem, tmp_path):
     (tmp_path / "text.txt").write_text(text)
-    line = error_line(capsys, "quickstart", "text.txt", "--minutes", "0.001")
+    line = error_line("quickstart", "text.txt", "--minutes", "0.001")
     assert problem in line and "--" not in line
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -4,22 +4,23 @@ import json
 
 from mlxlm.checkpoint.locations import QUANTIZATION_PLOT, best_checkpoint
 from mlxlm.convert.upload import model_card, model_files
-from tests.cli.helpers import error_line, run
+from tests.cli.helpers import error_line
+from tests.run_command import run
 
 
-def test_a_quantized_folder(model, tmp_path, text_file, capsys):
+def test_a_quantized_folder(model, tmp_path, text_file):
     out = tmp_path / "4bit"
     options = ["--bits", 4, "--group-size", 32, "--eval-text", text_file]
-    assert run(capsys, "quantize", model, "--out", out, *options)[0] == 0
+    assert run("quantize", model, "--out", out, *options)[0] == 0
     report = json.loads((out / "quantization.json").read_text())
-    card = run(capsys, "upload", out, "me/small", "--card", "--license", "mit")[1]
+    card = run("upload", out, "me/small", "--card", "--license", "mit")[1]
     assert card.startswith("---\nlibrary_name: mlx\npipeline_tag: text-generation\nlicense: mit\ntags:")
     assert f"{report['metrics']['kl']:.4f} nats per token" in card and f"]({QUANTIZATION_PLOT})" in card
     assert f"{report['bits_per_weight']:.2f} bits per weight" in card and "base_model" not in card
     assert set(model_files(out)) == {path.name for path in out.iterdir()}
     (out / "quantization.json").write_text(json.dumps({**report, "source": "owner/model:Q8_0@main"}))
     assert "base_model: owner/model\nbase_model_relation: quantized\n" in model_card(out, "me/small")
-    assert "--yes is needed without a terminal" in run(capsys, "upload", out, "me/small")[2]
+    assert "--yes is needed without a terminal" in run("upload", out, "me/small")[2]
 
 
 def test_a_run_is_its_best_checkpoint(run_folder):
@@ -29,10 +30,10 @@ def test_a_run_is_its_best_checkpoint(run_folder):
     assert "## Training" in (card := model_card(run_folder, "me/run")) and "bits per byte" in card
 
 
-def test_what_can_not_be_uploaded(model, tmp_path, capsys):
-    assert "me is not an id of the hub (try: owner/name)" in run(capsys, "upload", model, "me")[2]
-    assert run(capsys, "convert", model, "--out", tmp_path / "x.gguf", "--no-verify")[0] == 0
+def test_what_can_not_be_uploaded(model, tmp_path):
+    assert "me is not an id of the hub (try: owner/name)" in run("upload", model, "me")[2]
+    assert run("convert", model, "--out", tmp_path / "x.gguf", "--no-verify")[0] == 0
     assert set(model_files(tmp_path / "x.gguf")) == {"x.gguf"}
     assert "llama-cli -hf me/x" in model_card(tmp_path / "x.gguf", "me/x")
     (model / "model.safetensors").rename(model / "weights.safetensors")
-    assert "mlxlm convert" in error_line(capsys, "upload", model, "me/x")
+    assert "mlxlm convert" in error_line("upload", model, "me/x")

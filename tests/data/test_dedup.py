@@ -62,8 +62,7 @@ def test_similarity_estimates_have_the_expected_deviation():
 
 
 @given(
-    text=st.text(st.sampled_from("ab 東\n.é"), max_size=200),
-    cuts=st.lists(st.integers(0, 200), max_size=5).map(sorted),
+    text=st.text(st.sampled_from("ab 東\n.é"), max_size=200), cuts=st.lists(st.integers(0, 200), max_size=5).map(sorted)
 )
 @settings(max_examples=40)
 def test_signature_does_not_depend_on_pieces(text, cuts):

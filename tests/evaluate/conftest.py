@@ -1,42 +1,20 @@
 """A model whose logits are far apart, with its tokenizer, in memory and as a folder."""
 
-import json
-
 import pytest
 
-from mlxlm import tokenizer
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint.safetensors import save_weights
-from mlxlm.families import config_to_hf
-from mlxlm.generation import LoadedModel
-from mlxlm.model import Decoder
-
-TEXT = "The quick brown fox jumps over the lazy dog. Grüße, 世界! How are you today?\n" * 4
+from mlxlm.backend.mlx import mx
+from tests.generation.conftest import lm  # noqa: F401
+from tests.small_models import write_folder
 
 
 @pytest.fixture(scope="session")
-def lm(tiny_config, tmp_path_factory) -> LoadedModel:
-    tokens = tokenizer.train([TEXT], 300)
-    config = tiny_config.with_changes(tie_word_embeddings=False)
-    model = Decoder(config)
-    model.init_weights(seed=3)
-    model.lm_head.weight = model.lm_head.weight * 20
-    mx.eval(model.parameters())
-    return LoadedModel(model, tokens, config, tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="session")
-def folder(lm, tmp_path_factory):
+def folder(lm, tmp_path_factory):  # noqa: F811
     """`lm`, as a checkpoint."""
-    path = tmp_path_factory.mktemp("evaluated")
-    save_weights(path, dict(tree_flatten(lm.model.parameters())))
-    (path / "config.json").write_text(json.dumps(config_to_hf(lm.config)))
-    lm.tokenizer.save(path)
-    return path
+    return write_folder(tmp_path_factory.mktemp("evaluated"), lm.model, lm.config, lm.tokenizer)
 
 
 @pytest.fixture(scope="session")
-def logprobs(lm):
+def logprobs(lm):  # noqa: F811
     """`logprobs(ids)`: log p of each id but the first, in float64, from one pass over all of them."""
     import numpy as np
 

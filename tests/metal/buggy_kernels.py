@@ -32,7 +32,6 @@ class BuggyKernel:
     dtype: mx.Dtype = mx.float32
     inputs: int = 64
     results: tuple = ("y",)
-    init_value: float | None = None
 
 
 REVERSED = TID + "threadgroup float a[64]; a[t] = x[t]; {} y[t] = a[63 - t];"
@@ -81,14 +80,6 @@ BUGGY_KERNELS = {
         TID + "y[t] = x[t]; threadgroup_barrier(mem_flags::mem_threadgroup); float z = y[63 - t]; if (z < 0) y[t] = z;",
         r"data race: read of y\[\d+\] and write by thread",
     ),
-    "simdgroup_store without a barrier": BuggyKernel(
-        TID
-        + """threadgroup float a[64];
-        simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
-        if (simdgroup_index_in_threadgroup == 0) simdgroup_store(m, a, 8);
-        y[t] = t < 32 ? a[t] : 0.0f;""",
-        r"data race: read of a\[\d+\] and write by thread|uninitialized read of a",
-    ),
     # Data races between threadgroups
     "two threadgroups write one address": BuggyKernel(
         TID + "y[t] = x[t]; y[63 - t] = x[t];",
@@ -100,32 +91,6 @@ BUGGY_KERNELS = {
         r"data race: read of y\[\d+\] and write by another|uninitialized read of y",
         threadgroup=32,
     ),
-    "a threadgroup reads the initial value of what another writes": BuggyKernel(
-        GID + "float z = y[(g + 32) % 64]; y[g] = x[g] + z;",
-        r"data race: .* of y\[\d+\] and .* by another threadgroup",
-        threadgroup=32,
-        init_value=0,
-    ),
-    "two threadgroups add to an initialized output": BuggyKernel(
-        GID + "y[g % 8] += x[g];",
-        r"data race: read of y\[\d+\] and write by another threadgroup",
-        threadgroup=8,
-        init_value=0,
-    ),
-    "a plain read of a device atomic": BuggyKernel(
-        GID + "float z = y[0]; atomic_fetch_add_explicit((device atomic_float*)y, z + 1.0f, memory_order_relaxed);",
-        r"data race: (read|atomic write) of y\[0\] and (atomic write|read) by",
-        outputs=[((1,), mx.float32)],
-        init_value=0,
-    ),
-    "a plain read of a device atomic of another threadgroup": BuggyKernel(
-        TID + "if (!t) atomic_fetch_add_explicit((device atomic_float*)y, 1.0f, memory_order_relaxed);"
-        "threadgroup_barrier(mem_flags::mem_device); if (y[0] < 0) y[1] = 0;",
-        r"data race: (read|atomic write) of y\[0\] and (atomic write|read) by another threadgroup",
-        outputs=[((2,), mx.float32)],
-        threadgroup=32,
-        init_value=0,
-    ),
     "a threadgroup atomic read without a barrier": BuggyKernel(
         TID + ADD + "atomic_fetch_add_explicit(&a, 1u, memory_order_relaxed); y[t] = *(threadgroup uint*)&a;",
         r"data race: (read|atomic write) of a\[0\] and (atomic write|read) by",
@@ -133,15 +98,6 @@ BUGGY_KERNELS = {
     "an uninitialized threadgroup atomic": BuggyKernel(
         TID + "threadgroup atomic_uint a; atomic_fetch_add_explicit(&a, 1u, memory_order_relaxed); y[t] = 1;",
         r"uninitialized atomic read of a\[0\]",
-    ),
-    "an atomic past the end": BuggyKernel(
-        GID + "atomic_store_explicit((device atomic_float*)y + g + 1, 1.0f, memory_order_relaxed);",
-        r"out-of-bounds atomic write of 4 bytes at y\[64\]",
-    ),
-    "a race on an initialized output": BuggyKernel(
-        GID + "y[g % 8] += x[g];",
-        r"data race: read of y\[\d\] and write by thread|data race: write of y\[\d\] and read",
-        init_value=0,
     ),
     # Bounds
     "read one past the end": BuggyKernel(GID + "y[g] = x[g + 1];", r"out-of-bounds read of 4 bytes at x\[64\]"),
@@ -196,22 +152,6 @@ BUGGY_KERNELS = {
         r"index \d+ is out of bounds of a local array or vector of type 'float\[4\]'",
         header="struct S { int n; float v[4]; };",
     ),
-    "past the end of a vector of bool": BuggyKernel(
-        TID + "bool4 v = bool4(false); v[t % 5] = true; y[t] = v.x;",
-        r"index \d+ is out of bounds of a local array or vector of type 'bool\[4\]'",
-    ),
-    "past the end of metal::array": BuggyKernel(
-        TID + "metal::array<float, 4> v = {1, 2, 3, 4}; v[t % 5] += 1; y[t] = v[t % 4];",
-        r"index \d+ is out of bounds of a local array or vector of type 'float\[4\]'",
-    ),
-    "a struct of 32 bytes half outside": BuggyKernel(
-        GID + "*(device S*)(y + 4 * g) = *(const device S*)(x + 4 * (g % 15));",
-        r"out-of-bounds write of \d+ bytes at y\[6[04]\]",
-        header="struct S { float v[8]; };",
-        grid=16,
-        threadgroup=1,
-        init_value=0,
-    ),
     "a loop that starts at a negative index": BuggyKernel(
         """
         int lid = thread_index_in_threadgroup, n = 203 - 8 * lid;
@@ -236,9 +176,6 @@ BUGGY_KERNELS = {
     # Initialization
     "threadgroup memory read before it is written": BuggyKernel(
         TID + "threadgroup float a[64]; y[t] = a[t];", r"uninitialized read of a\[\d+\], which this threadgroup"
-    ),
-    "threadgroup memory with an initializer only": BuggyKernel(
-        TID + "threadgroup float a[64] = {0}, b = 1; y[t] = a[t];", r"uninitialized read of a\[\d+\]"
     ),
     "threadgroup memory of the group before": BuggyKernel(
         TID + "threadgroup float a[32]; if (threadgroup_position_in_grid.x == 1) a[t] = x[t];"
@@ -283,10 +220,6 @@ BUGGY_KERNELS = {
         TID + "if (t % 2) y[t] = simd_sum(x[t]); else y[t] = 2 * simd_sum(x[t]) + 1;",
         "SIMD-group divergence: .* in a different place",
     ),
-    "simd_sum of the same text in both branches": BuggyKernel(
-        TID + "float r; if (t % 2) r = simd_sum(x[t]); else r = simd_sum(x[63 - t]); y[t] = r;",
-        "SIMD-group divergence: .* in a different place",
-    ),
     "simd_sum in two calls of a long helper": BuggyKernel(
         TID + "y[t] = t % 2 ? big(x[t]) : big(2 * x[t]) + 1;",
         "SIMD-group divergence: .* in a different place",
@@ -298,18 +231,8 @@ BUGGY_KERNELS = {
         header="""inline void put(threadgroup float* a, uint t, float v) {
             a[t] = v; threadgroup_barrier(mem_flags::mem_threadgroup); }""",
     ),
-    "barriers at the end of two branches": BuggyKernel(
-        TID
-        + """if (t < 32) { y[t] = x[t]; threadgroup_barrier(mem_flags::mem_threadgroup); }
-        else { y[t] = 2 * x[t]; threadgroup_barrier(mem_flags::mem_threadgroup); }""",
-        "barrier divergence: .* in a different place",
-    ),
     "simd_broadcast of a lane that varies": BuggyKernel(
         TID + "y[t] = simd_broadcast(x[t], ushort(31 - t % 32));", "simd_broadcast with a different argument"
-    ),
-    "simd_ballot that a lane skips": BuggyKernel(
-        TID + "y[t] = x[t]; if (t != 7) y[t] = simd_ballot(x[t] > 3).any();",
-        "SIMD-group divergence: .* is at simd_ballot, thread 7 has returned",
     ),
     "a shuffle against a barrier": BuggyKernel(
         TID + "y[t] = x[t]; if (t < 16) y[t] = simd_shuffle_xor(x[t], 1);"
@@ -326,7 +249,7 @@ BUGGY_KERNELS = {
         outputs=[((40,), mx.float32)],
     ),
     "a matrix in part of a SIMD group": BuggyKernel(
-        TID + "simdgroup_float8x8 m; simdgroup_load(m, x, 8); y[t] = m.thread_elements()[0];",
+        TID + "simdgroup_float8x8 m; simdgroup_multiply_accumulate(m, m, m, m); y[t] = m.thread_elements()[0];",
         "SIMD group with less than 32 threads",
         grid=40,
         outputs=[((40,), mx.float32)],
@@ -368,9 +291,7 @@ BUGGY_KERNELS = {
     ),
     "double": BuggyKernel(GID + "double v = x[g]; y[g] = v;", "double"),
     "float assigned to bfloat": BuggyKernel(
-        GID + "y[g] = float(x[g]) * 2;",
-        "no implicit conversion from float to bfloat",
-        **BFLOAT,
+        GID + "y[g] = float(x[g]) * 2;", "no implicit conversion from float to bfloat", **BFLOAT
     ),
     "a threadgroup array in a helper function": BuggyKernel(
         TID + "y[t] = f(x[t]);",
@@ -383,17 +304,12 @@ BUGGY_KERNELS = {
     "a constant without its address space": BuggyKernel(
         GID + "y[g] = x[g] * K;", "constant address space", header="constexpr int K = 3;"
     ),
-    "a static member without its address space": BuggyKernel(
-        GID + "y[g] = x[g] * S::n;", "constant address space", header="struct S { static constexpr int n = 3; };"
-    ),
     "an unqualified pointer that the text does not show": BuggyKernel(
         GID + "float v = x[g]; conditional_t<true, float, int>* p = &v; y[g] = *p;",
         "pointer or reference without an address space",
     ),
     "a float literal for a bfloat": BuggyKernel(
-        GID + "y[g] = x[g] > 1 ? x[g] : 0.0f;",
-        "no implicit conversion from float to bfloat",
-        **BFLOAT,
+        GID + "y[g] = x[g] > 1 ? x[g] : 0.0f;", "no implicit conversion from float to bfloat", **BFLOAT
     ),
     "a member function without an address space": BuggyKernel(
         GID + "S s = {x[g]}; y[g] = s.twice();",
@@ -401,26 +317,11 @@ BUGGY_KERNELS = {
         header="struct S { float v; float twice() const { return 2 * v; } };",
     ),
     "a cast of a vector": BuggyKernel(GID + "int4 i = int4(1); y[g] = ((float4)i).x;", "a vector type T"),
-    "a cast of a vector by an alias": BuggyKernel(
-        GID + "int4 i = int4(1); y[g] = ((F)i).x;", "a vector type T", header="typedef float4 F;"
-    ),
     "a list for a vector": BuggyKernel(
         GID + "float4 v = (float4)(1.0f, 2.0f, 3.0f, 4.0f); y[g] = v.x;", "a vector type T"
     ),
     "a comparison of vectors": BuggyKernel(
-        GID + "float4 v = float4(x[g]); y[g] = float4(v < float4(3)).x;",
-        "only supported .* where it is converted to bool2",
-    ),
-    "a negated vector": BuggyKernel(
-        GID + "int4 i = int4(1); y[g] = (!i).x;", "only supported .* where it is converted"
-    ),
-    "a vector of more than 16 bytes in memory": BuggyKernel(
-        GID + "*(device long4*)y = long4(g);", "accesses of more than 16 bytes"
-    ),
-    "a field of more than 16 bytes": BuggyKernel(
-        GID + "y[g] = ((const device S*)x)->n;",
-        "accesses of more than 16 bytes",
-        header="struct S { ulong3 v; int n; };",
+        GID + "float4 v = float4(x[g]); y[g] = (v < float4(3)).x;", "comparison of vectors is not supported"
     ),
     "half of a vector by OpenCL's name": BuggyKernel(GID + "float4 v = float4(x[g]); y[g] = v.lo.x;", "are OpenCL's"),
     "a function that calls itself": BuggyKernel(
@@ -430,12 +331,6 @@ BUGGY_KERNELS = {
         GID + "y[g] = f(3);",
         "header:2: recursion",
         header="inline float f(int n);\ninline float g(int n) { return f(n); } float f(int n) { return g(n); }",
-    ),
-    "member functions that call each other": BuggyKernel(
-        GID + "y[g] = S().f(3);",
-        "recursion",
-        header="""struct S { METAL_FUNC float f(int n) const thread { return n ? g(n - 1) : 1; }
-                   METAL_FUNC float g(int n) const thread { return f(n); } };""",
     ),
     "goto": BuggyKernel(GID + "if (g) goto end; y[g] = 1; end: y[g] = x[g];", "'goto' is not in Metal"),
     "a pointer that a function gives back": BuggyKernel(
@@ -447,7 +342,6 @@ BUGGY_KERNELS = {
     "structured bindings": BuggyKernel(
         GID + "float v[2] = {1, 2}; auto [p, q] = v; y[g] = p + q;", "a structured binding"
     ),
-    "an unknown function": BuggyKernel(GID + "y[g] = metal::expm1(x[g]);", "no member named 'expm1'"),
     # Functions that Metal doesn't declare constexpr
     **{
         f"{call} in a constant expression": BuggyKernel(
@@ -455,16 +349,8 @@ BUGGY_KERNELS = {
         )
         for call in (
             "min(1, 2)",
-            "max(1, 2)",
             "clamp(1, 2, 3)",
-            "abs(-1)",
-            "select(1, 2, true)",
-            "any(bool2(true))",
-            "all(bool2(true))",
             "as_type<int>(1u)",
-            "popcount(7)",
-            "clz(7)",
-            "ctz(7)",
             "int(exp2(2.0f))",
         )
     },
@@ -485,8 +371,6 @@ BUGGY_KERNELS = {
             ("float4", "half4(1)", "cannot initialize|incompatible type"),
             ("uint4", "int4(1)", "cannot initialize|incompatible type"),
             ("float4", "float2(1)", "cannot initialize|incompatible type"),
-            ("bool4", "float4(1)", "no viable conversion"),
-            ("bool4", "int4(1)", "no implicit conversion to bool2"),
         )
     },
     "a vector before ?:": BuggyKernel(
@@ -497,35 +381,16 @@ BUGGY_KERNELS = {
     ),
     **{
         f"{call} of two types": BuggyKernel(GID + f"y[g] = {call};", f"no matching function for call to '{call[:3]}'")
-        for call in ("max(1, g)", "min(x[g], 0)", "max(half(1), x[g])", "min(g, 3l)", "pow(x[g], 2)")
+        for call in ("max(1, g)", "min(x[g], 0)", "max(half(1), x[g])", "min(g, 3l)")
     },
     "an integer for a function of floats": BuggyKernel(GID + "y[g] = exp(2);", "no matching function"),
-    # What Metal has, but not of every type
-    **{
-        f"atomic_{operation} of {kind}": BuggyKernel(
-            GID + f"atomic_{operation}_explicit((device atomic_{kind}*)y, {kind}(1), memory_order_relaxed); y[g] = 1;",
-            f"Metal has no atomic_{operation}_explicit of this type",
-        )
-        for operation, kind in (
-            ("fetch_add", "ulong"),
-            ("store", "ulong"),
-            ("fetch_add", "bool"),
-            ("fetch_max", "float"),
-        )
-    },
-    "a float atomic in threadgroup memory": BuggyKernel(
-        TID + "threadgroup atomic_float a; atomic_fetch_add_explicit(&a, 1.0f, memory_order_relaxed); y[t] = 1;",
-        "Metal has no atomic_fetch_add_explicit of this type",
-    ),
-    "the value of an atomic": BuggyKernel(TID + "threadgroup atomic_int a; y[t] = a.value;", "private member"),
+    "the value of an atomic": BuggyKernel(TID + "threadgroup atomic_uint a; y[t] = a.value;", "private member"),
     "a vector of 8": BuggyKernel(GID + "vec<float, 8> v = 1; y[g] = v[0];", "more than four elements"),
     # What MSL leaves out of C++14, and C++17
     **{
         f"{name} as a variable": BuggyKernel(GID + f"int {name} = 1; y[g] = {name};", message)
         for name, message in (
             ("vertex", "'vertex' is a Metal keyword"),
-            ("fragment", "Metal keyword"),
-            ("ray_data", "Metal keyword"),
             ("kernel", "expected|cannot combine"),
             ("half", "expected|cannot combine"),
             ("thread", "expected"),
@@ -540,9 +405,7 @@ BUGGY_KERNELS = {
             ("auto", "1ull", "no long long"),
             ("long double", "1", "no long double"),
             ("auto", "1.0L", "no long double"),
-            ("wchar_t", "1", "'wchar_t' is not a type in Metal"),
             ("static int", "1", "constant address space"),
-            ("thread_local int", "1", "'thread_local' storage class"),
             ("__private float", "1", "'__private' is OpenCL's"),
             ("device float", "1", "address space"),
             ("bool", "noexcept(sin(1.0f))", "the noexcept operator"),
@@ -550,37 +413,6 @@ BUGGY_KERNELS = {
     },
     "a static variable in a function": BuggyKernel(
         GID + "y[g] = f();", "constant address space", header="inline int f() { static int n = 0; return ++n; }"
-    ),
-    "a pointer to a function": BuggyKernel(
-        GID + "float (*p)(float) = f; y[g] = p(x[g]);",
-        "pointers to functions are not allowed",
-        header="inline float f(float v) { return v; }",
-    ),
-    "a function as an argument": BuggyKernel(
-        GID + "y[g] = apply(f);",
-        "pointers to functions are not allowed|no matching function|taking address of function",
-        header="inline float f(float v) { return v; } template <typename F> float apply(F f) { return f(1); }",
-    ),
-    **{
-        text: BuggyKernel(GID + f"{text}; y[g] = 1;", message)
-        for text, message in (
-            ("throw 1", "exceptions"),
-            ("try { y[0] = 1; } catch (...) {}", "exceptions"),
-            ("thread float* p = new float", "'new' is not in Metal"),
-            ("delete (thread float*)nullptr", "delete"),
-            ('asm("nop")', "'asm' is not in Metal"),
-            ("bool b = &typeid(float)", "typeid"),
-        )
-    },
-    "a virtual function": BuggyKernel(
-        GID + "S s; y[g] = s.f();",
-        "'virtual' is not in Metal",
-        header="struct S { virtual float f() thread { return 1; } };",
-    ),
-    "dynamic_cast": BuggyKernel(
-        GID + "B b; y[g] = dynamic_cast<thread A*>(&b) != nullptr;",
-        "dynamic_cast",
-        header="struct A { int n; }; struct B : A {};",
     ),
     "a class template without its arguments": BuggyKernel(
         GID + "Pair p(x[g]); y[g] = p.v;",
@@ -597,10 +429,7 @@ BUGGY_KERNELS = {
     "an empty grid": BuggyKernel(GID + "y[g] = x[g];", "positive", grid=0),
     "a negative template argument": BuggyKernel(GID + "y[g] = x[g] * N;", "is not an identifier", template={"N": -1}),
     "a signature that MLX closes too early": BuggyKernel(
-        "y[0] = z[0] = x_shape[0];",
-        "invalid signature",
-        outputs=[((1,), mx.float32)] * 2,
-        results=("y", "z"),
+        "y[0] = z[0] = x_shape[0];", "invalid signature", outputs=[((1,), mx.float32)] * 2, results=("y", "z")
     ),
     # What would end the process
     "a division by zero": BuggyKernel(TID + "int n = int(x[0]); y[t] = 5 / n;", "division by zero"),

@@ -8,8 +8,10 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from tests.metal import harness
-from tests.metal.harness.plugin import metal_harness, metal_kernel  # noqa: F401 (fixtures)
+from tests.metal.harness.api import install as install_harness
 from tests.simulated_gpu import install
+
+install_harness()
 
 
 def need_harness() -> None:
@@ -25,7 +27,8 @@ def metal(request):
     """Make Metal kernels run; returns the log of the harness, or None on a GPU."""
     if request.param == "harness":
         need_harness()
-        yield request.getfixturevalue("metal_harness")
+        with harness.use() as log:
+            yield log
     elif not mx.metal.is_available() or install.current:
         pytest.skip("no Metal")
     else:

@@ -1,8 +1,5 @@
 """Tests are skipped where the harness can't run, unless MLXLM_REQUIRE_HARNESS=1 is set."""
 
-import os
-import tempfile
-
 import pytest
 
 from tests.metal import harness
@@ -25,20 +22,3 @@ def test_a_named_compiler_that_is_none_is_no_reason_to_take_another(monkeypatch)
             build.clang()
     finally:
         build.clang.cache_clear()
-
-
-@pytest.mark.parametrize("kind", ["own", "open to others", "file", "link"])
-def test_objects_are_kept_only_where_nobody_else_writes(monkeypatch, tmp_path, kind):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"metal-harness-{os.getuid()}"
-    if kind == "file":
-        folder.touch()
-    elif kind == "link":
-        folder.symlink_to(tmp_path / "nowhere")
-    else:
-        folder.mkdir(mode=0o700)
-        folder.chmod(0o700 if kind == "own" else 0o777)
-        (folder / "old.so").touch()
-        os.utime(folder / "old.so", (0, 0))
-    assert (build._folder.__wrapped__() == folder) == (kind == "own")
-    assert (folder / "old.so").exists() == (kind == "open to others")

@@ -47,11 +47,7 @@ def test_layer_bytes():
 
 @pytest.mark.parametrize(
     ("batch", "length", "options"),
-    [
-        (8, 128, {}),
-        (1, 1024, {}),
-        (4, 128, {"grad_accumulation_steps": 2, "ema_decay": 0.9}),
-    ],
+    [(8, 128, {}), (1, 1024, {}), (4, 128, {"grad_accumulation_steps": 2, "ema_decay": 0.9})],
 )
 def test_measured_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""

@@ -30,8 +30,7 @@ def test_llama3_405b():
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "dense"),
-    [("7b", 6.7, 6.4), ("13b", 13.0, 12.6), ("33b", 32.5, 31.9), ("65b", 65.2, 64.4)],
+    ("name", "billions", "dense"), [("7b", 6.7, 6.4), ("13b", 13.0, 12.6), ("33b", 32.5, 31.9), ("65b", 65.2, 64.4)]
 )
 def test_llama_and_the_dense_formula(name, billions, dense):
     """The paper's 65.2 is 65.286 cut off; the others are the same cut off or rounded."""

@@ -14,8 +14,9 @@ from mlxlm.generation import LoadedModel
 from mlxlm.server import run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
-from tests.chat.conftest import CONTEXT, TEMPLATE, TEXT, decoder, save  # noqa: F401 - a fixture
+from tests.chat.conftest import CONTEXT, TEMPLATE, TEXT, decoder  # noqa: F401 - a fixture
 from tests.server.apis import events
+from tests.small_models import write_folder
 
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
 
@@ -30,7 +31,7 @@ def lm(decoder, tmp_path_factory) -> LoadedModel:  # noqa: F811
 @pytest.fixture(scope="session")
 def model_folder(lm, tmp_path_factory):
     """The same model as a folder."""
-    return save(lm.model, lm.tokenizer, tmp_path_factory.mktemp("models") / "tiny")
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", lm.model, lm.config, lm.tokenizer)
 
 
 @pytest.fixture

@@ -129,10 +129,7 @@ def test_what_anthropics_servers_would_do_is_left_out(api, caplog):
             },
             "T\nC\na",
         ),
-        (
-            {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "a"}]},
-            "T\nS\na",
-        ),
+        ({"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "a"}]}, "T\nS\na"),
     ],
 )
 def test_documents_in_plain_text(api, block, text):

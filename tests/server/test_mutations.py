@@ -150,7 +150,7 @@ def test_the_requests_are_valid(client, path):
 
 
 @pytest.mark.parametrize("path", [path for path in VALID if not path.startswith(SAME)])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_changed_requests_have_a_well_formed_answer(client, path, data):
     body = copy.deepcopy(data.draw(st.sampled_from([VALID[path], BODIES.get(path, VALID[path])])))

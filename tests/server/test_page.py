@@ -38,7 +38,7 @@ def test_nothing_else_is_served(client):
 
 
 def test_every_file_has_the_security_headers(client):
-    for path in ("/", "/page/main.js", "/page/vendor/purify.mjs"):
+    for path in ("/", "/page/main.js", "/page/vendor/purify.min.js"):
         headers = client.get(path).headers
         policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
         assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"

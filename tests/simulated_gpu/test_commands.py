@@ -68,8 +68,7 @@ def test_interrupted_training_in_bfloat16_resumes_bit_equal(simulated_gpu, folde
     shutil.rmtree(run)
     simulated_gpu.faults.failing_evaluations = {evaluations // 3}
     monkeypatch.setattr(os, "execve", lambda *_: sys.exit("the new process is killed"))
-    with pytest.raises(SystemExit, match="killed"):
-        run_command(*pretrain)
+    assert run_command(*pretrain).returncode == "the new process is killed"
     simulated_gpu.faults.clear()
     assert 0 < len(losses(run)) < 6
     succeed("pretrain", "--resume", run)

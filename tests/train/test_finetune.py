@@ -4,24 +4,22 @@ import json
 import re
 import shutil
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx
 from mlxlm.chat.session import Chat
 from mlxlm.chat.sft_encoder import SFTEncoder
-from mlxlm.checkpoint import load_model, load_weights, save_weights
+from mlxlm.checkpoint import load_model, load_weights
 from mlxlm.cli import render
-from mlxlm.cli.main import main
 from mlxlm.cli.training import print_forecast, print_summary
 from mlxlm.data import Chunk, DataOptions, Manifest, TokenDataset, TrainBatches
-from mlxlm.families import config_to_hf
 from mlxlm.generation import GenerationConfig, load
 from mlxlm.kernels import cross_entropy
-from mlxlm.model import Decoder
 from mlxlm.train import (
     Budget,
     Finished,
@@ -39,6 +37,8 @@ from mlxlm.train.finetune import FINETUNE_SETTINGS, _windows
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.quantized_weights import quantized_weights
+from tests.run_command import run as run_mlxlm
+from tests.small_models import random_decoder, write_folder
 from tests.train.training_runs import contents, finish
 
 QUICK = {"steps": 6, "batch_size": 2, "max_seq_length": 48, "learning_rate": 3e-3, "eval_every": 3, "save_every": 3}
@@ -47,14 +47,9 @@ QUICK = {"steps": 6, "batch_size": 2, "max_seq_length": 48, "learning_rate": 3e-
 @pytest.fixture(scope="session")
 def base(tmp_path_factory, tiny_config, tiny_tokenizer):
     """An untrained model as a folder, its tokenizer without a template."""
-    folder = tmp_path_factory.mktemp("base") / "model"
-    folder.mkdir()
-    model = Decoder(tiny_config)
-    model.init_weights(4)
-    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
-    save_weights(folder, dict(tree_flatten(model.parameters())))
-    tiny_tokenizer.save(folder)
-    return folder
+    return write_folder(
+        tmp_path_factory.mktemp("base") / "model", random_decoder(tiny_config, seed=4), tiny_config, tiny_tokenizer
+    )
 
 
 @pytest.fixture
@@ -102,13 +97,10 @@ def test_first_checkpoint_is_the_base_model(new_run, base, tiny_tokenizer):
     assert isinstance(events[-1], Finished)
 
 
-def test_quantized_model_is_trained_in_float32(new_run, base, tmp_path):
+def test_quantized_model_is_trained_in_float32(new_run, base, tiny_tokenizer, tmp_path):
     model, config = load_model(base)
     weights, quantization = quantized_weights(model, 4, 32)
-    folder = tmp_path / "4bit"
-    shutil.copytree(base, folder)
-    save_weights(folder, weights)
-    (folder / "config.json").write_text(json.dumps({**config_to_hf(config), "quantization": quantization}))
+    folder = write_folder(tmp_path / "4bit", weights, config, tiny_tokenizer, quantization=quantization)
     run = new_run("run", model=folder, steps=1)
     assert run.config.quantization is None
     found = load_weights(run.path / "checkpoints/step-0")
@@ -340,19 +332,8 @@ def test_command_that_continues_the_run(new_run, tmp_path, capsys):
         repeat_run(tmp_path / "copy", run)
 
 
-@pytest.fixture
-def command(capsys):
-    """Runs `mlxlm finetune ...` and returns its exit code, stdout and stderr."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as done:
-            main(["finetune", *map(str, args)])
-        return done.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-def test_the_command(tmp_path, base, talks, command):
+def test_the_command(tmp_path, base, talks):
+    command = partial(run_mlxlm, "finetune")
     out = tmp_path / "tuned"
     options = ["--steps", "4", "--batch-size", "2", "--max-seq-length", "48"]
     code, out_text, err = command(base, talks, "--out", out, *options)

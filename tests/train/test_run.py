@@ -15,7 +15,6 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
-from mlxlm.cli.main import main
 from mlxlm.data import DataOptions, prepare
 from mlxlm.data.shards import verify_shards
 from mlxlm.report import plot_losses
@@ -23,6 +22,7 @@ from mlxlm.tokenizer import load
 from mlxlm.train import CheckpointSaved, Finished, Run, Step, loop, train
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, DataError
+from tests.run_command import run as run_mlxlm
 from tests.train.training_runs import GPT2, finish, flip_byte, read_log
 
 
@@ -203,19 +203,14 @@ def test_with_data(stopped, tmp_path):
     assert finish(again, resume=True)[-1].step == 20
 
 
-def test_pretrain_resume_with_moved_data(stopped, tmp_path, capsys):
-    def command(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        return stop.value.code, capsys.readouterr().err
-
+def test_pretrain_resume_with_moved_data(stopped, tmp_path):
     moved = tmp_path / "elsewhere"
     stopped.data.rename(moved)
-    code, err = command("pretrain", "--resume", stopped.path)
+    code, _, err = run_mlxlm("pretrain", "--resume", stopped.path)
     assert code == 1 and f"(try: mlxlm pretrain --resume {stopped.path} --data FOLDER" in err
-    code, err = command("pretrain", tmp_path / "text.txt", "--out", tmp_path / "new", "--data", moved)
+    code, _, err = run_mlxlm("pretrain", tmp_path / "text.txt", "--out", tmp_path / "new", "--data", moved)
     assert code == 2 and "--data needs --resume RUN" in err
-    assert command("pretrain", "--resume", stopped.path, "--data", moved)[0] == 0
+    assert run_mlxlm("pretrain", "--resume", stopped.path, "--data", moved)[0] == 0
     assert stopped.checkpoints()[-1].name == "step-20"
 
 

@@ -24,14 +24,7 @@ from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
 from mlxlm.server.models import Models, ServedModel, check_keep_alive
-from mlxlm.server.reply import (
-    NDJSON,
-    Event,
-    Reply,
-    json_response,
-    respond,
-    timings_of,
-)
+from mlxlm.server.reply import NDJSON, Event, Reply, json_response, respond, timings_of
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,

@@ -6,7 +6,7 @@ import { button, h, icon } from "./dom.js";
 import { findMath, renderMath } from "./math.js";
 import hljs from "./vendor/highlight.min.mjs";
 import MarkdownIt from "./vendor/markdown-it.min.mjs";
-import DOMPurify from "./vendor/purify.mjs";
+import "./vendor/purify.min.js"; // a script: sets `DOMPurify`
 
 const ALLOWED = {
   ALLOWED_TAGS: ("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong " +

@@ -1,16 +1,13 @@
 """A chat in a terminal or a pipe."""
 
-import io
 import os
 import signal
-import sys
-from types import SimpleNamespace
 
 import pexpect
 import pytest
 
-from mlxlm.cli.main import main
 from tests.chat.terminal.chat_process import MLXLM, PROMPT
+from tests.run_command import run_command
 
 
 @pytest.fixture
@@ -50,19 +47,11 @@ def terminal(model_folder, environment):
 
 
 @pytest.fixture
-def run(environment, monkeypatch, capfdbinary):
+def run(environment, monkeypatch):
     """`run(text, *arguments)` runs `mlxlm chat` in this process, with `text` on standard input."""
     for name in ("XDG_STATE_HOME", "TERM"):
         monkeypatch.setenv(name, environment[name])
-
-    def run(text, *arguments):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-        capfdbinary.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main(["chat", *arguments])
-        return SimpleNamespace(returncode=stop.value.code or 0, **capfdbinary.readouterr()._asdict())
-
-    return run
+    return lambda text, *arguments: run_command("chat", *arguments, stdin=text)
 
 
 @pytest.fixture

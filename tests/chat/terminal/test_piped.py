@@ -16,19 +16,19 @@ from tests.chat.terminal.chat_process import MLXLM, questions_in
 def test_over_a_pipe_each_line_is_a_turn(piped, tmp_path):
     done = piped(b"Hello!\n\n/stats\nAnd you?\n//slash\n/exit\nnot read\n", "-n", "9")
     assert done.returncode == 0
-    assert b"\x1b[" not in done.out + done.err and b">" not in done.err
-    assert b"answers: 1, 9 tokens" in done.err
+    assert b"\x1b[" not in done.stdout + done.stderr and b">" not in done.stderr
+    assert b"answers: 1, 9 tokens" in done.stderr
     again = piped(b"Hello!\n", "-n", "9")
-    assert done.out.startswith(again.out) and len(done.out) > len(again.out)
-    assert again.err == b""
+    assert done.stdout.startswith(again.stdout) and len(done.stdout) > len(again.stdout)
+    assert again.stderr == b""
     assert not (tmp_path / "state").exists()  # a script keeps what it wants itself
 
 
 def test_over_a_pipe_blocks_have_several_lines(piped):
     done = piped(b'"""one\ntwo"""\n/show messages\n', "-n", "5")
-    assert b"user:\none\ntwo\n" in done.err
+    assert b"user:\none\ntwo\n" in done.stderr
     open_block = piped(b'Hello!\n"""one\ntwo\n', "-n", "5")
-    assert (open_block.returncode, open_block.err) == (
+    assert (open_block.returncode, open_block.stderr) == (
         1, b'error: the block that starts in line 2 isn\'t closed (try: """)\n',
     )  # fmt: skip
 
@@ -44,17 +44,17 @@ def test_a_named_conversation_that_can_not_be_saved_is_the_exit_code(piped, tmp_
     full = "mlxlm.cache.prompt_cache_file.write_tensors" if "--save-kv-cache" in arguments else "os.fsync"
     monkeypatch.setattr(full, no_space)
     done = piped(b"Hello!\n", "-n", "5", "--session", str(tmp_path / "named"), *arguments)
-    assert done.returncode == 1 and done.out
-    assert done.err.startswith(f"error: {what}".encode()) and done.err.count(b"No space left on device") == 1
+    assert done.returncode == 1 and done.stdout
+    assert done.stderr.startswith(f"error: {what}".encode()) and done.stderr.count(b"No space left on device") == 1
 
 
 def test_over_a_pipe_an_error_is_the_exit_code(piped):
     done = piped(b"Hello!\n\xff\xfe\n", "-n", "5")
     assert done.returncode == 1
-    assert done.err.startswith(b"error: line 2 of standard input is not UTF-8: invalid start byte at byte 0 (try: ")
+    assert done.stderr.startswith(b"error: line 2 of standard input is not UTF-8: invalid start byte at byte 0 (try: ")
     for line, problem in ((b"context_overflow ask", b"requires a terminal"), (b"markdown on", b"requires a terminal")):
         done = piped(b"/set " + line)
-        assert done.returncode == 1 and problem in done.err
+        assert done.returncode == 1 and problem in done.stderr
 
 
 def test_a_session_of_a_model_that_is_not_here_and_its_escapes(run, model_folder, environment, tmp_path):
@@ -62,7 +62,7 @@ def test_a_session_of_a_model_that_is_not_here_and_its_escapes(run, model_folder
     session = tmp_path / "s.jsonl"
     session.write_text(json.dumps({"mlxlm_chat": 1, "model": "no/\x1b]0;x\x07\x9b2J", "options": {"seed": 1}}) + "\n")
     left_out = run(b"", "--session", str(session), "-p", "x")
-    assert left_out.returncode == 1 and b"isn't on this machine" in left_out.err
+    assert left_out.returncode == 1 and b"isn't on this machine" in left_out.stderr
     child = pexpect.spawn(
         MLXLM[0], [*MLXLM[1:], "chat", str(model_folder), "--session", str(session), "-n", "3", "-p", "x"],
         env=environment, timeout=30,
@@ -70,7 +70,7 @@ def test_a_session_of_a_model_that_is_not_here_and_its_escapes(run, model_folder
     seen = child.read()
     child.close()
     assert b"another model" in seen
-    for written in (left_out.err, seen):
+    for written in (left_out.stderr, seen):
         assert b"\x1b]" not in written and b"\x07" not in written and b"\xc2\x9b" not in written
 
 
@@ -82,25 +82,25 @@ def test_a_session_of_a_revision_that_is_not_here(run, tmp_path, monkeypatch):
     session.write_text(json.dumps({"mlxlm_chat": 1, "model": "x/y@refs/pr/7", "options": {"seed": 1}}) + "\n")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     done = run(b"", "--session", str(session), "-p", "x")
-    assert done.returncode == 1 and b"isn't on this machine" in done.err
+    assert done.returncode == 1 and b"isn't on this machine" in done.stderr
     (tmp_path / "models--x--y").rename(tmp_path / "none")
     nothing = run(b"", "--continue")
-    assert nothing.returncode == 1 and b"there is no conversation to continue" in nothing.err
+    assert nothing.returncode == 1 and b"there is no conversation to continue" in nothing.stderr
 
 
 def test_one_question(piped, tmp_path):
     once = piped(b"", "-n", "9", "-p", "Hello!")
-    assert (once.returncode, once.err) == (0, b"")
-    assert once.out == piped(b"Hello!\n", "-n", "9").out
+    assert (once.returncode, once.stderr) == (0, b"")
+    assert once.stdout == piped(b"Hello!\n", "-n", "9").stdout
     system = piped(b"", "-n", "9", "-p", "Hello!", "--system-prompt", "Be brief.")
-    assert system.out != once.out
+    assert system.stdout != once.stdout
     cached = tmp_path / "c.jsonl"
     piped(b"Hello!\n/exit\n", "-n", "9", "--session", str(cached), "--save-kv-cache")
     assert cached.with_name("c.jsonl.cache.safetensors").exists()
     session = tmp_path / "s.jsonl"
     for question in ("Hello!", "And?"):
         done = piped(b"", "-n", "9", "-p", question, "--session", str(session))
-        assert (done.returncode, done.err) == (0, b"")
+        assert (done.returncode, done.stderr) == (0, b"")
     assert questions_in(session) == ["Hello!", "And?"]
 
 
@@ -110,16 +110,16 @@ def test_files_of_one_question(piped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session = tmp_path / "s.jsonl"
     done = piped(b"", "-n", "5", "-f", "a.py", "-p", "Explain @a.py.", "--session", str(session))
-    assert done.returncode == 0 and re.fullmatch(rb"a.py: \d+ tokens; [\d,]+ of 4,096 are left\n", done.err)
+    assert done.returncode == 0 and re.fullmatch(rb"a.py: \d+ tokens; [\d,]+ of 4,096 are left\n", done.stderr)
     piped(b"See @a.py", "-n", "5", "-p", "-", "--session", str(session))
     assert questions_in(session) == ["File: a.py\n```\nprint(1)\n```\n\nExplain a.py.", "See @a.py"]
     failed = piped(b"", "-f", "missing.txt", "-p", "Hi")
-    assert failed.returncode == 1 and failed.err.startswith(b"error: cannot read missing.txt")
+    assert failed.returncode == 1 and failed.stderr.startswith(b"error: cannot read missing.txt")
 
 
 def test_a_message_that_follows_the_model(run, model_folder):
     done = run(b"", str(model_folder), "hi", "there")
-    assert done.returncode == 2 and b"(try: -p 'hi there')" in done.err
+    assert done.returncode == 2 and b"(try: -p 'hi there')" in done.stderr
 
 
 def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tmp_path):
@@ -146,7 +146,7 @@ def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tm
 )
 def test_options_that_need_others(piped, arguments):
     done = piped(b"", *arguments)
-    assert done.returncode == 2 and done.err.startswith(b"Usage: ")
+    assert done.returncode == 2 and done.stderr.startswith(b"Usage: ")
 
 
 def test_ctrl_c_over_a_pipe_ends_the_program(model_folder, environment):

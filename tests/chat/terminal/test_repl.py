@@ -146,7 +146,7 @@ def test_the_last_answer_is_edited_and_continued(terminal, tmp_path, piped):
     say(chat, "Two", "cut off")  # a message again
     leave(chat)
     assert questions_in(session)[1] == "Two"
-    out = piped(b'One\n/continue The quick\n/continue\n/continue """\nThe\nlazy"""\n', "-n", "5").out.decode()
+    out = piped(b'One\n/continue The quick\n/continue\n/continue """\nThe\nlazy"""\n', "-n", "5").stdout.decode()
     first, second = re.findall("The quick.*", out)
     assert second.startswith(first) and second != first and "The\nlazy" in out
 
@@ -170,7 +170,7 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
     assert saved.stat().st_mode & 0o777 == 0o600
     assert f"--session '{saved}'" in leave(chat).replace("\r\n", " ")
     assert len(messages_in(saved)) == 6
-    shown = piped(b"/show messages\n", "--session", str(saved)).err.decode()
+    shown = piped(b"/show messages\n", "--session", str(saved)).stderr.decode()
     assert re.search(r"(?s)Hello!.*More.*And\?", shown)
 
 
@@ -197,13 +197,13 @@ def test_a_saved_conversation_is_chosen(terminal, tmp_path, piped, run):
     choose(chat, "dogs\r", r"error: this is a chat with /no/such/model, which isn't on this\s+machine\s+\(try:")
     leave(chat)
     done = run(b"", "--sessions")
-    rows = [line.split("\t") for line in done.out.decode().splitlines()]
+    rows = [line.split("\t") for line in done.stdout.decode().splitlines()]
     assert done.returncode == 0 and [row[1:] for row in rows] == [
         ["model", "2", "About dogs", str(second)], ["tiny", "4", "About foxes", str(first)]
     ]  # fmt: skip
-    assert piped(b"/sessions\n").out == done.out
-    assert b"exclude each other" in run(b"", "--sessions", "--private").err
-    assert b"exclude each other" in run(b"", "--sessions", "-p", "Hi").err
+    assert piped(b"/sessions\n").stdout == done.stdout
+    assert b"exclude each other" in run(b"", "--sessions", "--private").stderr
+    assert b"exclude each other" in run(b"", "--sessions", "-p", "Hi").stderr
 
 
 def test_the_line_editor_and_a_private_chat(terminal, tmp_path):
@@ -471,5 +471,5 @@ def test_system_prompts_have_names(terminal, piped, tmp_path, monkeypatch):
     say(chat, "/system @b\t", "system prompt: Be brief.")
     leave(chat)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    assert b"Be brief." in piped(b"/show system\n", "--system", "@brief").err
-    assert b"no system prompt @nope (try: @brief)" in piped(b"", "--system", "@nope", "-p", "Hi").err
+    assert b"Be brief." in piped(b"/show system\n", "--system", "@brief").stderr
+    assert b"no system prompt @nope (try: @brief)" in piped(b"", "--system", "@nope", "-p", "Hi").stderr

@@ -81,24 +81,18 @@ def metal_kernel(
     source: str,
     header: str = "",
     ensure_row_contiguous: bool = True,
-    atomic_outputs: bool = False,
-    compile_options: dict[str, str] | None = None,
 ) -> Callable[..., list[mx.array]]:
     """Like `mx.fast.metal_kernel`, but runs the kernel on the CPU and checks it.
 
-    Takes the same arguments, and raises the same errors for wrong ones. `compile_options` have no effect.
+    Takes the arguments that mlxlm uses, and raises the same errors for wrong ones.
 
     Returns:
         A function with the parameters of the one that MLX returns. It evaluates its inputs, so it can't be used in
         `mx.compile`. It raises `Fault` for an error in the kernel.
     """
     # Without Metal, too, MLX constructs kernels and checks the arguments of calls.
-    check_arguments = _mlx_metal_kernel(
-        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
-    )
-    kernel = Kernel(
-        name, tuple(input_names), tuple(output_names), source, header, ensure_row_contiguous, atomic_outputs
-    )
+    check_arguments = _mlx_metal_kernel(name, input_names, output_names, source, header, ensure_row_contiguous)
+    kernel = Kernel(name, tuple(input_names), tuple(output_names), source, header, ensure_row_contiguous)
 
     def call(
         *,
@@ -108,9 +102,6 @@ def metal_kernel(
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
         template: Sequence[tuple[str, bool | int | mx.Dtype]] | None = None,
-        init_value: float | None = None,
-        verbose: bool = False,
-        stream: Any = None,
     ) -> list[mx.array]:
         __tracebackhide__ = True
         arguments = {
@@ -120,24 +111,17 @@ def metal_kernel(
             "grid": grid,
             "threadgroup": threadgroup,
             "template": template,
-            "init_value": init_value,
-            "verbose": verbose,
-            "stream": stream,
         }
         try:
             check_arguments(**arguments)
         except RuntimeError as error:
             if "No Metal back-end" not in str(error):
                 raise
-        if stream is not None and getattr(stream, "device", stream) == mx.cpu:
-            raise ValueError("[metal_kernel] Only supports the GPU.")
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         outputs = [(tuple(shape), dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         generated = signature(kernel, arrays, template or (), [dtype for _, dtype in outputs])
-        if verbose:
-            print(f"Generated source code for `{name}`:\n```\n{generated.source(kernel)}\n```")
         seed = _log.seed + len(_log.launches) if _log else 0
-        results, report = launch(kernel, generated, arrays, grid, threadgroup, outputs, init_value, seed)
+        results, report = launch(kernel, generated, arrays, grid, threadgroup, outputs, seed)
         if _log:
             _log.launches.append(report)
         return results

@@ -6,7 +6,6 @@ compiler and its options.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import hashlib
 import os
@@ -14,12 +13,9 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -127,27 +123,12 @@ def symbolizer() -> str | None:
 
 @cache
 def _folder() -> Path:
-    """The cache folder: this user's, if nobody else can write to it, else a temporary one."""
+    """The cache folder of this user."""
     folder = Path(tempfile.gettempdir()) / f"metal-harness-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError:  # a file, or a link to nowhere
-        found = None
-    if not found or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        private = tempfile.TemporaryDirectory(prefix="metal-harness-")
-        atexit.register(private.cleanup)
-        return Path(private.name)
-    _prune(folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise Fault(f"{folder} is another user's")
     return folder
-
-
-def _prune(folder: Path) -> None:
-    """Delete files that were not used for a week."""
-    for entry in folder.iterdir():
-        with suppress(OSError):  # another process may delete it
-            if time.time() - entry.stat().st_mtime > 7 * 86400:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 @cache
@@ -161,10 +142,7 @@ def _object(text: str, flags: list[str]) -> Path:
     """Path of the cached shared object."""
     command = [clang(), *flags, *_target(), *_linker()]
     key = hashlib.sha256("\0".join([text, *command]).encode() + _key_of_harness()).hexdigest()[:32]
-    path = _folder() / f"{key}.so"
-    with suppress(FileNotFoundError):
-        os.utime(path)  # so that _prune keeps it
-    return path
+    return _folder() / f"{key}.so"
 
 
 def _compile(text: str, flags: list[str], target: Path, what: str) -> None:
@@ -215,7 +193,7 @@ def compiled(kernel: Kernel, signature: Signature) -> Compiled:
         if not path.exists():
             what = f"{kernel.name} ({signature.name})"
             tree = _run([*flags, "-w", "-fsyntax-only", "-Xclang", "-ast-dump", "-"], text, what)
-            if errors := violations(tree, signature.may_recurse):
+            if errors := violations(tree):
                 raise Fault(f"{kernel.name}: Metal's compiler would reject this:\n" + "\n".join(errors))
             _compile(text, [*flags, *KERNEL_FLAGS], path, what)
         _compiled[key] = Compiled(path)
@@ -229,11 +207,7 @@ def translated(kernel: Kernel, signature: Signature) -> str:
         f'#line 1 "signature"\n{signature.text}'
         f'#line 1 "{kernel.name}.metal"\n{kernel.source}\n}}\n'
     )
-    expanded = preprocess(text, kernel.name)
-    return signature.prelude + translate(expanded, signature.name) + f'\n#line 1 "entry"\n{signature.entry}'
-
-
-def preprocess(text: str, name: str) -> str:
-    """Expand macros. `name` is that of the kernel, for error messages."""
     flags = shlex.split("-E -x c++ -std=c++17 -undef -nostdinc -D__METAL__=1 -D__METAL_VERSION__=320 -")
-    return _run(flags, _INCLUDE.sub("", text), name)
+    expanded = _run(flags, _INCLUDE.sub("", text), kernel.name)
+    translation = translate(expanded, signature.name)
+    return f'#include "metal_stdlib.h"\n{translation}\n#line 1 "entry"\n{signature.entry}'

@@ -15,4 +15,3 @@ class Kernel:
     source: str
     header: str = ""
     ensure_row_contiguous: bool = True
-    atomic_outputs: bool = False

@@ -24,13 +24,8 @@ _METHOD = "a member function without an address space"
 _VECTOR_CAST = "(T)x with a vector type T is not supported by the harness (write T(x))"
 _VECTOR = re.compile(r"^[^']*(?:'[^']*':)?'[^'*&]*ext_vector_type[^'*&]*'")
 # In OpenCL the result is a vector of 0 and -1, and not bool4.
-_BOOLS = "a comparison of vectors is only supported by the harness where it is converted to bool2, bool3 or bool4"
-_CONVERSION = re.compile(r"(?:CXXConstruct|Call)Expr [^']*'(?:metal::)?bool[234]'")
+_BOOLS = "a comparison of vectors is not supported by the harness"
 _COMPARISON = re.compile(r"ext_vector_type.* '(?:[<>]=?|[=!]=|&&|\|\||!)'")
-# ThreadSanitizer doesn't instrument them.
-_WIDE = "accesses of more than 16 bytes (long3, long4, ulong3, ulong4 in memory) are not supported by the harness"
-_WIDE_FIELD = re.compile(r"long[^'*&]*ext_vector_type\([34]\)[^'*&]*'")
-_WIDE_ACCESS = re.compile(r"long[^'*&]*__(?:global|local|constant)[^'*&]*ext_vector_type\([34]\)[^'*&]*' lvalue")
 # vec<T, N> where N is not 2, 3 or 4
 _SIZE = ("a vector of less than two or more than four elements", re.compile(r"ext_vector_type\((?![234]\))"))
 _ANY = re.compile("")
@@ -39,10 +34,7 @@ _ANY = re.compile("")
 RULES = {
     "VarDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), _SIZE],
     "ParmVarDecl": [(_POINTER, _DECLARED), (_POINTER, _PARAMETER), _SIZE],
-    "FieldDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), _SIZE, (_WIDE, _WIDE_FIELD)],
-    "ArraySubscriptExpr": [(_WIDE, _WIDE_ACCESS)],
-    "MemberExpr": [(_WIDE, _WIDE_ACCESS)],
-    "DeclRefExpr": [(_WIDE, _WIDE_ACCESS)],
+    "FieldDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), _SIZE],
     "FunctionDecl": [(_POINTER, _RETURNED)],
     "CXXMethodDecl": [
         (_POINTER, _RETURNED),
@@ -60,7 +52,7 @@ RULES = {
     # x += y with a bfloat x and a float y
     "CompoundAssignOperator": [(_BFLOAT, re.compile(r"\b(?:__bf16|bfloat)\b.* ComputeResultTy='float'"))],
     "BinaryOperator": [(_BOOLS, _COMPARISON)],
-    "UnaryOperator": [(_BOOLS, _COMPARISON), (_WIDE, _WIDE_ACCESS)],
+    "UnaryOperator": [(_BOOLS, _COMPARISON)],
     "ExtVectorElementExpr": [
         (
             "the names lo, hi, odd, even and s0 to sf of vector components are OpenCL's, not Metal's",
@@ -76,11 +68,6 @@ RULES = {
 }
 # Kind of AST node -> (error, pattern of the rest of its line, pattern of its first child).
 FIRST_CHILD = {
-    "CXXConstructExpr": (
-        "no implicit conversion to bool2, bool3 or bool4",
-        re.compile(r"[^']*'[^']*bool[234]'.* 'void \((?:__private )?vec<"),
-        re.compile(r"(?!BinaryOperator|UnaryOperator|ParenExpr)"),
-    ),
     "ConditionalOperator": ("a vector before ?:", _ANY, _VECTOR),
     "ImplicitCastExpr": (
         "no implicit conversion from bfloat to half",
@@ -98,7 +85,7 @@ _PREVIOUS = re.compile(r"(?:parent \w+ )?prev (0x[0-9a-f]+)")
 _CALLEE = re.compile(r"(?:Function|CXXMethod|->\S+|\.\S+) (0x[0-9a-f]+)")
 
 
-def violations(tree: str, may_recurse: bool) -> list[str]:
+def violations(tree: str) -> list[str]:
     """Return one "file:line: error" per violation in the output of clang's -ast-dump."""
     errors, file, line, function = {}, "", 0, ""
     above: dict[int, str] = {}  # the last node of each depth
@@ -116,12 +103,6 @@ def violations(tree: str, may_recurse: bool) -> list[str]:
         for where, number in _LOCATION.findall(rest.split(" '", 1)[0]):
             file, line = file if where == "line" else where, int(number)
         found = [what for what, rule in RULES.get(kind, ()) if rule.search(rest)]
-        if _BOOLS in found:
-            while above[depth := depth - 2].startswith("ParenExpr"):
-                pass
-            if _COMPARISON.search(above[depth]) or _CONVERSION.match(above[depth]):
-                found.remove(_BOOLS)
-            depth = parts.start(1)
         if depth == last + 2:
             parent, of = above[last].split(" ", 1)
             if parent in FIRST_CHILD:
@@ -139,7 +120,7 @@ def violations(tree: str, may_recurse: bool) -> list[str]:
             calls.setdefault(function, {})[declared.get(callee[1], callee[1])] = f"{file}:{line}"
         if "/" not in file:  # else a template of our standard library, instantiated by the kernel
             errors.update({f"{file}:{line}: {what}": None for what in found})
-    return list(errors) + ([] if may_recurse else _recursions(calls))
+    return list(errors) + _recursions(calls)
 
 
 def _recursions(calls: dict[str, dict[str, str]]) -> list[str]:

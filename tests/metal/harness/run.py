@@ -68,7 +68,7 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-_INPUT, _OUTPUT, _INITIALIZED_OUTPUT, _CONSTANT, _LAYOUT = range(5)
+_INPUT, _OUTPUT, _CONSTANT, _LAYOUT = range(4)
 _COUNTS = (
     "read", "written", "unique_read", "unique_written", "loaded", "stored", "threadgroup_memory", "threadgroup_loads",
     "products", "barriers", "groups",
@@ -91,7 +91,6 @@ def launch(
     grid: Sequence[int],
     threadgroup: Sequence[int],
     outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
-    init_value: float | None,
     seed: int,
 ) -> tuple[list[mx.array], Launch]:
     """Run a kernel and wait for it.
@@ -103,7 +102,6 @@ def launch(
         grid: Number of threads.
         threadgroup: Threads per threadgroup.
         outputs: Shape and dtype of each output.
-        init_value: Value of all output elements before the launch; None: uninitialized.
         seed: Random seed for the order of the threads and the layout of the inputs.
 
     Returns:
@@ -121,7 +119,7 @@ def launch(
     contiguous = kernel.ensure_row_contiguous
     arrays = {name: _in_memory(a, contiguous, rng) for name, a in zip(kernel.input_names, inputs, strict=True)}
     results = {
-        name: _to_numpy(mx.full(shape, mx.array(init_value or 0.0).astype(dtype))).copy()
+        name: _to_numpy(mx.zeros(shape, dtype)).copy()
         for name, (shape, dtype) in zip(kernel.output_names, outputs, strict=True)
     }
     buffers = (_Buffer * len(generated.parameters))()
@@ -130,12 +128,11 @@ def launch(
         if parameter.what != "data":
             buffer.kind = _LAYOUT
         elif parameter.of in results:
-            buffer.kind = _OUTPUT if init_value is None else _INITIALIZED_OUTPUT
+            buffer.kind = _OUTPUT
         else:
             buffer.kind = _INPUT if "device" in parameter.type.split() else _CONSTANT
         buffer.name, buffer.data = parameter.name.encode(), values.ctypes.data
-        # Real and imaginary part are two elements for the runtime, as clang stores them separately.
-        buffer.bytes, buffer.granule = values.nbytes, values.itemsize // (2 if np.iscomplexobj(values) else 1)
+        buffer.bytes, buffer.granule = values.nbytes, values.itemsize
         if parameter.what == "data" and parameter.of in arrays:
             memory, view = arrays[parameter.of]
             buffer.start = view.__array_interface__["data"][0] - memory.ctypes.data

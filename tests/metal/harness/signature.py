@@ -27,7 +27,6 @@ TYPES = {
     mx.float16: "float16_t",
     mx.float32: "float",
     mx.bfloat16: "bfloat16_t",
-    mx.complex64: "complex64_t",
 }
 
 # Name of each attribute, and whether it is a uint3 (otherwise uint), in MLX's order.
@@ -84,9 +83,6 @@ class Signature:
     parameters: tuple[Parameter, ...]
     attributes: tuple[str, ...]
 
-    may_recurse = False
-    prelude = '#include "metal_stdlib.h"\n#include "mlx_utils.h"\n'
-
     @property
     def text(self) -> str:
         """The function's declaration, up to the opening brace."""
@@ -112,17 +108,10 @@ class Signature:
         arguments = [p.argument(i) for i, p in enumerate(self.parameters)]
         for a in self.attributes:
             arguments.append(f"hx::attribute(hx::{a})" if ATTRIBUTES[a] else f"hx::hx_attribute(hx::{a}, 0)")
-        return self.entry_with(arguments)
-
-    def entry_with(self, arguments: Sequence[str], names: str = "") -> str:
-        """`entry` with these arguments, and `names` before the call."""
         values = ", ".join(value for _, _, value in self.template)
         call = self.name + (f"<{values}>" if self.template else "")
         joined = ",\n    ".join(arguments)
-        return (
-            f'extern "C" __attribute__((no_sanitize("thread"))) void hx_entry() {{\n  {names}\n'
-            f"  {call}(\n    {joined});\n}}\n"
-        )
+        return f'extern "C" __attribute__((no_sanitize("thread"))) void hx_entry() {{\n  {call}(\n    {joined});\n}}\n'
 
 
 def signature(
@@ -150,8 +139,7 @@ def signature(
                     parameters.append(Parameter(f"const constant {dtype}", f"{array_name}_{what}", array_name, what))
     for array_name, dtype in zip(kernel.output_names, output_dtypes, strict=True):
         dtype = _type(kernel, dtype)
-        element = f"atomic<{dtype}>" if kernel.atomic_outputs else dtype
-        parameters.append(Parameter(f"device {element}*", array_name, array_name, "data"))
+        parameters.append(Parameter(f"device {dtype}*", array_name, array_name, "data"))
         name += f"_{dtype}"
     if len(parameters) > MAX_BUFFERS:
         raise Fault(

@@ -12,13 +12,12 @@ import re
 from .fault import Fault
 
 SPACES = {"device", "constant", "threadgroup", "thread"}
-_ELEMENTS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "float", "bfloat")
+_ELEMENTS = ("char", "uchar", "short", "ushort", "int", "uint", "half", "float", "bfloat")
 VECTORS = {f"{t}{n}" for t in _ELEMENTS for n in (2, 3, 4)}
 
 # What C++ for OpenCL accepts, and Metal, whose language is a subset of C++14, doesn't. metal_rules.py has the rest.
 _REFUSED = {
-    **dict.fromkeys(("vertex", "fragment", "threadgroup_imageblock", "ray_data", "object_data"), "is a Metal keyword"),
-    **dict.fromkeys(("__int128", "wchar_t", "char16_t", "char32_t", "_Complex"), "is not a type in Metal"),
+    **dict.fromkeys(("vertex", "fragment"), "is a Metal keyword"),
     **dict.fromkeys(("asm", "goto", "new", "virtual"), "is not in Metal"),
     **dict.fromkeys(("__global", "__local", "__constant", "__private", "__generic", "__kernel"), "is OpenCL's"),
 }
@@ -100,8 +99,6 @@ def translate(text: str, function: str) -> str:
     _reject_words(tokens)
     _reject_unqualified_auto(tokens)
     _rewrite_threadgroup_variables(tokens, function)
-    _rewrite_constructors(tokens)
-    _rewrite_constant_references(tokens)
     _rewrite_conversions(tokens, _aliases(tokens))
     return str(tokens)
 
@@ -144,26 +141,6 @@ def _reject_unqualified_auto(text: Text) -> None:
                 k -= 1
             if text[k] not in SPACES:
                 _fail(text, i, f"'auto{text[i + 1]} {text[i + 2]}' needs device, constant, threadgroup or thread")
-
-
-def _rewrite_constructors(text: Text) -> None:
-    """Drop `thread` after the parameters of constructors: in OpenCL, it would exclude temporary objects."""
-    classes = {text[i + 1] for i, token in enumerate(text.tokens) if token in ("struct", "class")}
-    for i, token in enumerate(text.tokens):
-        if token in classes and text[i + 1] == "(" and text[after := text.closing(i + 1) + 1] == "thread":
-            text.tokens[after] = ""
-
-
-def _rewrite_constant_references(text: Text) -> None:
-    """Rewrite parameters `const thread T& p` to `const T p`: in OpenCL, they can't refer to temporary objects."""
-    for i, token in enumerate(text.tokens):
-        if token != "thread" or "const" not in (text[i - 1], text[i + 1]):
-            continue
-        k = i + 1
-        while text[k].isidentifier() or text[k] in ("::", "<"):
-            k = (text.closing(k) + 1 or len(text)) if text[k] == "<" else k + 1
-        if text[k] == "&" and text[k + 1].isidentifier() and text[k + 2] in (",", ")"):
-            text.tokens[i] = text.tokens[k] = ""
 
 
 def _rewrite_conversions(text: Text, aliases: set[str]) -> None:

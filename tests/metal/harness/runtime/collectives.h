@@ -14,19 +14,9 @@ EXPORT void hx_threadgroup_barrier(int flags) {
 }
 EXPORT void hx_simdgroup_barrier(int flags) { yield(State::collective, kBarrier, flags, PC); }
 EXPORT uint32_t hx_lane() { return L.current->lane; }
-EXPORT uint32_t hx_lanes() { return simds[L.current->simd].active; }  // a bit mask
 
 // The Exchange for the current lane's next SIMD-group function.
 static Exchange& current_exchange() { return simds[L.current->simd].exchange[L.current->phase]; }
-
-static void require_full_simd_group(const void* pc, const char* what) {
-  if (simds[L.current->simd].active != ~0u) fault(pc, -1, "%s in a SIMD group with less than 32 threads", what);
-}
-
-EXPORT void hx_simd_synchronize(int what) {
-  require_full_simd_group(PC, name_of(what));
-  yield(State::collective, what, 0, PC);
-}
 
 // Reduces in a tree. The first lane that continues computes the result for all.
 template <typename T, typename Combine>
@@ -54,7 +44,6 @@ EXPORT float hx_simd_reduce_float(int what, float value) {
   const void* pc = PC;
   switch (what) {
     case hx::sum: return reduce(what, value, 0.0f, pc, [](float a, float b) { return a + b; });
-    case hx::product: return reduce(what, value, 1.0f, pc, [](float a, float b) { return a * b; });
     case hx::minimum: return reduce(what, value, INFINITY, pc, [](float a, float b) { return fminf(a, b); });
     default: return reduce(what, value, -INFINITY, pc, [](float a, float b) { return fmaxf(a, b); });
   }
@@ -63,12 +52,8 @@ EXPORT int64_t hx_simd_reduce_long(int what, int64_t value) {
   const void* pc = PC;
   switch (what) {
     case hx::sum: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a + b; });
-    case hx::product: return reduce(what, value, int64_t(1), pc, [](int64_t a, int64_t b) { return a * b; });
     case hx::minimum: return reduce(what, value, INT64_MAX, pc, [](int64_t a, int64_t b) { return a < b ? a : b; });
-    case hx::maximum: return reduce(what, value, INT64_MIN, pc, [](int64_t a, int64_t b) { return a > b ? a : b; });
-    case hx::bit_and: return reduce(what, value, int64_t(-1), pc, [](int64_t a, int64_t b) { return a & b; });
-    case hx::bit_or: case hx::ballot: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a | b; });
-    default: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a ^ b; });
+    default: return reduce(what, value, INT64_MIN, pc, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
 }
 
@@ -91,7 +76,7 @@ EXPORT uint64_t hx_simd_shuffle(int what, uint64_t bits, uint32_t argument) {
 
 typedef float float2 __attribute__((ext_vector_type(2)));
 EXPORT float2 hx_multiply(float2 a, float2 b, float2 c) {
-  require_full_simd_group(PC, "simdgroup_multiply");
+  if (simds[L.current->simd].active != ~0u) fault(PC, -1, "simdgroup_multiply in a SIMD group with less than 32 threads");
   Exchange& x = current_exchange();
   const int lane = L.current->lane;
   if (!lane) L.report->products++;

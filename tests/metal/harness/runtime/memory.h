@@ -18,10 +18,7 @@
 #include "shared.h"
 
 // kConstant: an input of few elements; kLayout: the shape, strides or ndim of an input.
-enum Kind : uint32_t { kInput, kOutput, kInitializedOutput, kConstant, kLayout, kThreadgroup };
-constexpr uint32_t kBeforeLaunch = ~0u;  // write_group of the cells of an initialized output
-
-inline bool is_output(Kind kind) { return kind == kOutput || kind == kInitializedOutput; }
+enum Kind : uint32_t { kInput, kOutput, kConstant, kLayout, kThreadgroup };
 
 struct Access {              // the last one of its kind to a cell
   uint32_t group;            // number of the threadgroup; 0: none
@@ -157,7 +154,7 @@ inline void check_race(const Access& other, int other_mode, int mode, const Regi
                        const void* pc) {
   const Fiber& me = *L.current;
   const bool device = &clock == &L.device_clock;
-  if (!other.group || other.group == kBeforeLaunch) return;
+  if (!other.group) return;
   if (device && (other.group != L.group || other.other_groups))
     fault(pc, other.pc, "data race: %s of %s[%ld] and %s by another threadgroup", name_of_mode(mode), r.name, index,
           name_of_mode(other_mode));
@@ -178,7 +175,7 @@ inline void record_access(Access& a, const Clock& clock, const void* pc) {
   else if (a.thread / kLanes != me.simd) a.threads = 2;
   else if (a.threads != 2 && a.simd != simd) a.threads = 0;
   else if (a.threads == 0 && a.thread != me.thread) a.threads = 1;
-  if (a.group && a.group != L.group && a.group != kBeforeLaunch) a.other_groups = true;
+  if (a.group && a.group != L.group) a.other_groups = true;
   a.group = L.group;
   a.all = clock.all, a.simd = simd;
   a.thread = me.thread;
@@ -221,7 +218,7 @@ inline void device_access(uintptr_t address, size_t n, int mode, const void* pc)
   Region& r = L.buffers[(address - L.space) >> L.slot_shift];
   const uint64_t at = address - (uintptr_t)r.base;
   if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, mode, pc);
-  if (mode & kWrite && !is_output(r.kind)) fault(pc, -1, "write to input %s", r.name);
+  if (mode & kWrite && r.kind != kOutput) fault(pc, -1, "write to input %s", r.name);
   if (r.kind == kConstant || r.kind == kLayout) return;
   Report& report = *L.report;
   const uint64_t first = at / r.granule, last = (at + n - 1) / r.granule;
@@ -246,7 +243,7 @@ inline void device_access(uintptr_t address, size_t n, int mode, const void* pc)
     check(r, i, L.device_clock, mode, pc);
     if (mode & kAtomic) continue;  // counted in `read` and `written` only
     if (mode & kWrite) {
-      if (!wrote || wrote == kBeforeLaunch) report.unique_written += r.granule;
+      if (!wrote) report.unique_written += r.granule;
       if (wrote != L.group) report.stored += r.granule;
     } else {
       if (!read) report.unique_read += r.granule;

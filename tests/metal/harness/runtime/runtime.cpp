@@ -38,15 +38,11 @@ EXPORT void* __tsan_memset(void* to, int value, size_t n) {
 }
 
 // Checks an atomic operation that reads, writes or both, and returns the old value.
-EXPORT uint64_t hx_atomic(uint64_t address, int bytes, int mode) {
-  aligned_access((const void*)address, bytes, mode | kAtomic, PC);
-  uint64_t value = 0;
-  memcpy(&value, (const void*)address, bytes);
-  return value;
+EXPORT uint32_t hx_atomic(uint64_t address, int mode) {
+  aligned_access((const void*)address, sizeof(uint32_t), mode | kAtomic, PC);
+  return *(const uint32_t*)address;
 }
-EXPORT void hx_atomic_set(uint64_t address, int bytes, uint64_t value) { memcpy((void*)address, &value, bytes); }
-// atomic_compare_exchange_weak may fail without a reason.
-EXPORT bool hx_atomic_fails() { return random_below(8) == 0; }
+EXPORT void hx_atomic_set(uint64_t address, uint32_t value) { *(uint32_t*)address = value; }
 
 // Called by the checks of -fsanitize=array-bounds,integer-divide-by-zero.
 struct TypeDescriptor {
@@ -106,9 +102,7 @@ static bool allocate_buffers(const Buffer* given, int count) {
     const size_t cells = b.bytes / b.granule + 1;
     if (b.kind == kOutput) memset(base, 0xff, b.bytes);
     else memcpy(base, b.data, b.bytes);
-    if (is_output(b.kind)) L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
-    if (b.kind == kInitializedOutput)
-      for (size_t c = 0; c < cells; c++) L.buffers[i].cells[c].write.group = kBeforeLaunch;
+    if (b.kind == kOutput) L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
     if (b.kind == kInput) L.buffers[i].read_marks = (uint32_t*)calloc(cells, sizeof(uint32_t));
   }
   return true;
@@ -118,7 +112,7 @@ static void finish(const Buffer* given) {
   L.current = nullptr;
   for (int i = 0; i < L.buffer_count; i++) {
     Region& r = L.buffers[i];
-    if (is_output(r.kind) && !L.faulted) {
+    if (r.kind == kOutput && !L.faulted) {
       memcpy(given[i].data, r.base, r.bytes);
       for (uint64_t c = 0; c < r.bytes / r.granule; c++)
         if (!r.cells[c].write.group && !(r.atomic_cells && r.atomic_cells[c].write.group)) {

@@ -25,17 +25,14 @@ static struct Simd {
   uint32_t active;  // bit mask of the existing lanes
 } simds[kMaxThreads / kLanes];
 
-enum Collective { kReduce = 16, kShuffle = 32, kMultiply = 48, kBarrier = 49 };
+enum Collective { kReduce = 0, kShuffle = 16, kMultiply = 32, kBarrier = 33 };
 
 static const char* name_of(int what) {
-  static const char* const names[] = {"simdgroup_load", "simdgroup_store"};
-  static const char* const reductions[] = {"simd_sum", "simd_product", "simd_min", "simd_max",
-                                            "simd_and", "simd_or",      "simd_xor", "simd_ballot"};
+  static const char* const reductions[] = {"simd_sum", "simd_min", "simd_max"};
   if (what >= kBarrier) return "simdgroup_barrier";
   if (what >= kMultiply) return "simdgroup_multiply";
   if (what >= kShuffle) return what == kShuffle + hx::broadcast ? "simd_broadcast" : "simd_shuffle";
-  if (what >= kReduce) return reductions[what - kReduce];
-  return names[what];
+  return reductions[what - kReduce];
 }
 
 static void yield(State state, int what, int flags, const void* pc) {

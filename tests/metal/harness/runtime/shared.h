@@ -2,7 +2,7 @@
 #pragma once
 
 namespace hx {
-enum Reduction { sum, product, minimum, maximum, bit_and, bit_or, bit_xor, ballot };
+enum Reduction { sum, minimum, maximum };
 enum Shuffle { to_lane, exclusive_or, down, up, broadcast };
 enum Fence { no_fence = 0, device_fence = 1, threadgroup_fence = 2 };
 enum Attribute {
