@@ -106,7 +106,9 @@ MODELS = {
     },
     "qwen3-next": {**_HYBRID, "model_type": "qwen3_next", "norm_topk_prob": True},
     "qwen3.5": {**_HYBRID, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
-    "qwen3.5-moe": {**_HYBRID, "model_type": "qwen3_5_moe_text"},
+    "qwen3.5-moe": {
+        **_HYBRID, "model_type": "qwen3_5_moe_text", "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    },
     "glm4-moe": {
         **_LATENT, "model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 32, "n_group": 1, "topk_group": 1,
         "use_qk_norm": True, "attention_bias": True, "rope_scaling": None,
