@@ -2,11 +2,14 @@
 
     python benchmarks/convert_quantize.py speed   [--preset 1b] [--rounds 2]
     python benchmarks/convert_quantize.py quality [--model DIR] [--text FILE] [--eval-text FILE]
+    python benchmarks/convert_quantize.py gguf --text FILE [--model DIR] [--eval-text FILE]
 
 `speed` writes a bfloat16 checkpoint with random weights in shards of 500 MB and runs each command in a fresh
 process, in turn. "Read" reads the checkpoint's bytes once, from the same (warm) page cache as the others.
 `quality` quantizes one trained model with both at the same bits and compares each result with the source on the
-same held-out text; without --model a small one is trained on the built-in text, about two minutes.
+same held-out text; without --model a small one is trained on the built-in text, about two minutes. `gguf` writes GGUF
+files without importance weights and with those that --text gives, compares each with the source, and counts the tensors
+that are those of llama.cpp's quantizer, to the byte.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from common import in_turn, median, report, spread, timed_command
 
@@ -26,7 +31,7 @@ MLX_LM = [sys.executable, "-m", "mlx_lm", "convert"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["speed", "quality"])
+    parser.add_argument("part", choices=["speed", "quality", "gguf"])
     parser.add_argument("--preset", default="1b")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--shard-mb", type=int, default=500)
@@ -40,7 +45,7 @@ def main() -> None:
         write_source(options.make, options.preset, options.shard_mb * 1_000_000)
         return
     with tempfile.TemporaryDirectory() as folder:
-        (speed if options.part == "speed" else quality)(options, Path(folder))
+        {"speed": speed, "quality": quality, "gguf": gguf}[options.part](options, Path(folder))
 
 
 def speed(options: argparse.Namespace, folder: Path) -> None:
@@ -155,6 +160,77 @@ def quality(options: argparse.Namespace, folder: Path) -> None:
             )
             result[f"{bits} {name}"] = {"bits_per_weight": bits_each, "kl": comparison["kl"], "bpb": change}
     report(f"quantizing {model}", rows, {"benchmark": "quantize_quality", **result})
+
+
+def gguf(options: argparse.Namespace, folder: Path) -> None:
+    from mlxlm.checkpoint.gguf.writer import architecture_for
+    from mlxlm.checkpoint.open import open_checkpoint
+    from mlxlm.convert import convert
+    from mlxlm.quantize import importance_weights
+
+    model, source = options.model or trained(folder), folder / "float16.gguf"
+    convert(model, source, outtype="F16", verify_output=False)
+    importance = importance_weights(source, options.text)
+    config = open_checkpoint(source).config
+    modules = {f"{m.name}.weight": m.modules[0] for m in architecture_for(config).weight_mappings(config)}
+    theirs_given = {name: importance[module] for name, module in modules.items() if module in importance}
+    held_out = ["--eval-text", str(options.eval_text)] if options.eval_text else []
+    rows, result = [], {}
+    for outtype in ("Q4_K_M", "Q3_K_M", "Q2_K"):
+        for label, given, of_llama_cpp in (("", None, {}), (" with importance weights", importance, theirs_given)):
+            name = f"{outtype}{label}"
+            ours, theirs = folder / f"{name}.gguf", folder / "llama.cpp.gguf"
+            written = convert(source, ours, outtype=outtype, importance=given, verify_output=False)
+            seconds = quantize_with_llama_cpp(source, theirs, outtype, of_llama_cpp)
+            comparison = compared(source, ours, held_out, options.tokens)
+            equal, count = equal_tensors(ours, theirs)
+            change = comparison["bits_per_byte_b"] - comparison["bits_per_byte_a"]
+            rows.append(
+                (
+                    name,
+                    f"{written.bytes:,} bytes, KL {comparison['kl']:.5f}, top-1 {comparison['top1_agreement']:.1%}, "
+                    f"{change:+.4f} bits per byte, {written.seconds:.1f} s; llama.cpp {theirs.stat().st_size:,} bytes, "
+                    f"{seconds:.1f} s, {equal} of {count} tensors equal",
+                )
+            )
+            result[name] = {"bytes": written.bytes, "kl": comparison["kl"], "bpb": change, "equal": equal == count}
+    report(f"GGUF files of {model}", rows, {"benchmark": "quantize_gguf", **result})
+
+
+def quantize_with_llama_cpp(source: Path, out: Path, outtype: str, importance: dict[str, Any]) -> float:
+    """Quantize a file with llama.cpp and the importance weights of its tensors; returns seconds."""
+    import ctypes
+
+    import llama_cpp as cpp
+    from gguf import LlamaFileType
+
+    silent = cpp.llama_log_callback(lambda level, text, data: None)
+    cpp.llama_log_set(silent, None)
+    params = cpp.llama_model_quantize_default_params()
+    params.ftype = LlamaFileType[f"MOSTLY_{outtype}"].value
+    pointer = ctypes.POINTER(ctypes.c_float)
+    entries = [(n.encode(), values.ctypes.data_as(pointer), values.size) for n, values in importance.items()]
+    params.imatrix = (cpp.llama_model_imatrix_data * (len(entries) + 1))(*entries) if entries else None
+    started = time.monotonic()
+    failed = cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params))
+    seconds = time.monotonic() - started
+    cpp.llama_log_set(None, None)  # before `silent` is freed
+    if failed:
+        raise SystemExit(f"llama.cpp can't write {outtype}")
+    return seconds
+
+
+def equal_tensors(a: Path, b: Path) -> tuple[int, int]:
+    """The number of tensors with the same type and bytes in two GGUF files, and of all tensors."""
+    from gguf import GGUFReader
+
+    ours, theirs = ({tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (a, b))
+    equal = [
+        name
+        for name, tensor in ours.items()
+        if tensor.tensor_type == theirs[name].tensor_type and (tensor.data == theirs[name].data).all()
+    ]
+    return len(equal), len(ours)
 
 
 METHODS = {

@@ -101,6 +101,11 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 5, "tie_word_embeddings": True},
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), {"tie_word_embeddings": True}),
     "gpt_oss": {"attention_bias": True},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+        "mamba_proj_bias": False,
+        "use_bias": False,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "gptj": {"n_inner": None},
     "hunyuan": {"use_qk_norm": True},

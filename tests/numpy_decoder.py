@@ -284,17 +284,24 @@ def decoder(weights, c, tokens, segment_ids=None):
         if c.parallel_residual:
             first = normed(x, "input")
             x = x + m * (attend(first) + feed(first if c.shared_norm else normed(x, "post_attention")))
-        elif c.norm_placement == "pre":
+            continue
+        if c.norm_placement == "pre":
             x = x + m * attend(normed(x, "input"))
-            x = x + m * feed(normed(x, "post_attention"))
         elif c.norm_placement == "post":
             x = normed(x + m * attend(x), "post_attention")
-            x = normed(x + m * feed(x), "post_feedforward")
         elif c.norm_placement == "output":
             x = x + m * normed(attend(x), "post_attention")
-            x = x + m * normed(feed(x), "post_feedforward")
         else:
             x = x + m * normed(attend(normed(x, "input")), "post_attention")
+        if c.mlp_layer_types and c.mlp_layer_types[layer] == "none":
+            continue
+        if c.norm_placement == "pre":
+            x = x + m * feed(normed(x, "post_attention"))
+        elif c.norm_placement == "post":
+            x = normed(x + m * feed(x), "post_feedforward")
+        elif c.norm_placement == "output":
+            x = x + m * normed(feed(x), "post_feedforward")
+        else:
             x = x + m * normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
     if c.norm_placement != "post":
         x = norm(x, weights, "model.norm", c)
@@ -386,7 +393,13 @@ def usual_architectures(draw):
             "linear_key_head_dim": draw(st.sampled_from([4, 7])), "linear_conv_kernel_dim": draw(st.integers(1, 4)),
             "linear_value_head_dim": draw(st.sampled_from([4, 6])),
         }  # fmt: skip
+    mlps = (
+        None
+        if parallel
+        else draw(st.none() | st.lists(st.sampled_from(["dense", "none"]), min_size=layers, max_size=layers))
+    )
     return ModelConfig(
+        mlp_layer_types=mlps if "none" in (mlps or ()) else None,
         **linear,
         **mamba,
         attn_output_gate=draw(flags),

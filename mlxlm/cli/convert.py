@@ -74,7 +74,7 @@ def convert(
         raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
     if calibration_text is not None and dtype not in _WITH_IMPORTANCE:
         choices = ", ".join(_WITH_IMPORTANCE)
-        raise click.UsageError(f"--calibration-text has an effect only for --dtype {choices}")
+        raise click.UsageError(f"--calibration-text would have no effect (try: --dtype {choices})")
     with render.phases_progress() as progress:
         importance = None
         if calibration_text is not None:

@@ -11,16 +11,18 @@ from mlxlm.config.components import (
     CHOICES,
     CHUNKED,
     DENSE,
+    NO_MLP,
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,
     RECURRENT,
     SHARED_NORM,
     SLIDING,
+    SPARSE,
     NormPlacement,
 )
 from mlxlm.config.counts import attended_keys, count_parameters, forward_flops, kv_cache_values, sublayers
-from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
+from mlxlm.config.experts import EXPERT_FIELDS, validate_experts, validate_mlp_layer_types
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
@@ -116,7 +118,8 @@ class ModelConfig:
         routed_scaling_factor: Factor on the output of the experts.
         shared_expert_intermediate_size: Width of an expert that all tokens go to as well; None: there is none.
         shared_expert_gate: The output of the shared expert is multiplied by a gate (Qwen 2).
-        mlp_layer_types: "sparse" for layers with experts, "dense" for others. None: all have experts.
+        mlp_layer_types: "sparse" for layers with experts, "dense" for others, "none" for those without a feed-forward
+            (Nemotron-H). None: all have experts, if there are any.
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
         swiglu_limit: Limit of the gate, and of `up` on both sides, in SwiGLU, which is then gate · sigmoid(swiglu_alpha
             · gate) · (up + 1) (GPT-OSS). None: plain SwiGLU.
@@ -285,9 +288,14 @@ class ModelConfig:
 
     def mlp(self, layer: int) -> str:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
-        if self.num_experts is None or (self.mlp_layer_types is not None and self.mlp_layer_types[layer] == DENSE):
-            return "mlp"
-        return "experts"
+        kind = SPARSE if self.mlp_layer_types is None else self.mlp_layer_types[layer]
+        if kind == NO_MLP:
+            return "none"
+        return "mlp" if self.num_experts is None or kind == DENSE else "experts"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether this layer has a feed-forward."""
+        return self.mlp(layer) != "none"
 
     @cached_property
     def layer_sublayers(self) -> list[tuple[Sublayer, Sublayer]]:
@@ -439,6 +447,8 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
+    if c.mlp_layer_types is not None:
+        yield from validate_mlp_layer_types(c)
     if c.num_experts is not None:
         yield from validate_experts(c)
     elif set_fields := [name for name in EXPERT_FIELDS if getattr(c, name) != getattr(ModelConfig, name)]:

@@ -265,7 +265,11 @@ MIXERS: dict[str, Callable[[Config], Sublayer]] = {
     "gated_delta": gated_delta,
     "mamba2": mamba2,
 }
-MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
+MLPS: dict[str, Callable[[Config], Sublayer]] = {
+    "mlp": mlp,
+    "experts": experts,
+    "none": lambda c: Sublayer(matrices=(), activations=0),
+}
 
 
 # The sizes of recurrent layers; the second divides the first.

@@ -180,13 +180,15 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
         f"gated delta rule, {c.linear_num_value_heads} heads of {c.linear_key_head_dim} x {c.linear_value_head_dim}"
     )
     state_space = f"Mamba 2, {c.mamba_n_heads} heads of {c.mamba_d_head}, states of {c.mamba_d_state}"
+    mlps = sum(map(c.has_mlp, range(c.num_hidden_layers)))
+    some = f", in {mlps} layers" if mlps < c.num_hidden_layers else ""
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
         "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
         "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
         "linear attention": f"{linear}, in {delta} layers" if delta else "",
         "state space": f"{state_space}, in {mamba} layers" if mamba else "",
-        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}{limit}",
+        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}{limit}{some}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",

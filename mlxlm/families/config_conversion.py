@@ -5,15 +5,15 @@ Also which `model_type` a configuration is saved as, which tools can open it, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import ACTIVATIONS, CHUNKED, SLIDING
-from mlxlm.config.model_config import is_unused_id
+from mlxlm.config.components import ACTIVATIONS, CHUNKED, SLIDING, SPARSE
+from mlxlm.config.model_config import MAX_LAYERS, is_unused_id
 from mlxlm.families.activations import normalize_activation
 from mlxlm.families.family import Family, HFConfig
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
@@ -206,7 +206,9 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
     if (quantization := get_quantization_config(values)) is not None:
-        result["quantization"] = _read_quantization(quantization, family)
+        count, types = result["num_hidden_layers"], result.get("mlp_layer_types")
+        layers = family.file_layers(types or (SPARSE,) * min(count, MAX_LAYERS)) if family.mlp_layer_modules else []
+        result["quantization"] = _read_quantization(quantization, family, layers)
     return result
 
 
@@ -260,14 +262,14 @@ def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     return values, [f"{name} {text}" if len(text) <= _MAX_REPR else f"such {name}" for name, text in texts.items()]
 
 
-def _read_quantization(quantization: Any, family: Family) -> Any:
+def _read_quantization(quantization: Any, family: Family, layers: Sequence[tuple[int, Mapping[str, str]]]) -> Any:
     """MLX's quantization settings with the decoder's module names."""
     if not isinstance(quantization, Mapping):
         return quantization  # reported by validation
     result = {name: quantization[name] for name in _QUANTIZATION_FIELDS if name in quantization}
     for name, settings in quantization.items():
         if name not in _QUANTIZATION_FIELDS:
-            result |= dict.fromkeys(decoder_modules(family, name), settings)
+            result |= dict.fromkeys(decoder_modules(family, name, layers), settings)
     return result
 
 

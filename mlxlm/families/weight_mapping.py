@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import SPARSE
 from mlxlm.families.family import KV_B_PARTS, KV_B_PROJ, Family, same_names
 from mlxlm.families.registry import family_of
 
@@ -76,10 +77,9 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     family = family_of(config)
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
-    layer_modules = family.mlx_lm_layer_modules if for_mlx else dict(family.layer_modules)
-    layer_modules |= family.extra_layer_modules(config, for_mlx)
+    extra = dict(family.extra_layer_modules(config, for_mlx))
     if family.rope_interleaved:
-        layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
+        extra |= same_names("self_attn.q_proj", "self_attn.k_proj")
     matrices = {
         f"model.layers.{i}.{matrix.module}": matrix
         for i, kind in enumerate(config.layer_sublayers)
@@ -87,10 +87,12 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         for matrix in sublayer.matrices
     }
     modules_of |= {name: (name,) for name, matrix in matrices.items() if matrix.group == "convolution"}
-    for i in range(config.num_hidden_layers):
-        for name, fused in layer_modules.items():
+    mlps = config.mlp_layer_types or (SPARSE,) * config.num_hidden_layers
+    for file_layer, (i, layer_modules) in enumerate(family.file_layers(mlps)):
+        table = family.mlx_lm_modules(layer_modules) if for_mlx else layer_modules
+        for name, fused in {**table, **extra}.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
-            modules_of[f"{family.prefix}{family.layers}.{i}.{name}"] = modules
+            modules_of[f"{family.prefix}{family.layers}.{file_layer}.{name}"] = modules
     q, k = config.num_attention_heads, config.num_key_value_heads
     heads_of = {"q_proj": q, "q_norm": q, "k_proj": k, "k_norm": k}
     mappings = []
@@ -195,8 +197,14 @@ def is_mlx_layout(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> b
     )
 
 
-def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
-    """The decoder's modules in a module of mlx_lm, such as ("model.layers.0.self_attn.q_proj", ...)."""
+def decoder_modules(family: Family, name: str, file_layers: Sequence[tuple[int, Mapping[str, str]]]) -> tuple[str, ...]:
+    """The decoder's modules in a module of mlx_lm, such as ("model.layers.0.self_attn.q_proj", ...).
+
+    Args:
+        family: The family of the model.
+        name: The module's name.
+        file_layers: See `Family.file_layers`.
+    """
     for hf_prefix, mlx_prefix in family.mlx_lm_prefixes:
         if name.startswith(mlx_prefix):
             name = hf_prefix + name.removeprefix(mlx_prefix)
@@ -204,9 +212,11 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
     if name == family.head:
         return ("lm_head",)
     rest = name.removeprefix(family.prefix)
-    if match := re.fullmatch(rf"{family.layers}\.(\d+)\.(.+)", rest):
-        fused = {KV_B_PROJ: KV_B_PARTS, **family.mlx_lm_layer_modules}.get(match[2], match[2])
-        return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
+    if match := re.fullmatch(rf"{family.layers}\.(\d{{1,9}})\.(.+)", rest):
+        number = int(match[1])
+        layer, modules = file_layers[number] if number < len(file_layers) else (number, family.layer_modules)
+        fused = {KV_B_PROJ: KV_B_PARTS, **family.mlx_lm_modules(modules)}.get(match[2], match[2])
+        return tuple(f"model.layers.{layer}.{module}" for module in fused.split())
     return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
 
 

@@ -1,5 +1,7 @@
 """Parts of checkpoints for several processes: their logits together, what each reads, and what can't be split."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -82,6 +84,8 @@ def test_the_parts_give_the_logits_of_the_whole(kind, size):
     whole = logits_of(model)
     for part in run_split(lambda: in_memory(model), size, logits_of):
         close(part, whole)
+    part = split_checkpoint(in_memory(model), size - 1, size)
+    assert part.config.parameter_count() == sum(math.prod(tensor.shape) for tensor in part.tensors.values())
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(None, "grouped-query"), (4, "grouped-query"), (4, "short convolutions")])

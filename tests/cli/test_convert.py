@@ -25,15 +25,28 @@ def test_the_report(model, tmp_path):
     assert code == 0 and out.splitlines()[1:] == ["not verified"] and "(bfloat16)" in out
 
 
+def test_importance_weights(model, tmp_path, make_text):
+    text = tmp_path / "text.txt"
+    text.write_text(make_text(1000), encoding="utf-8")
+    options = ["convert", model, "--no-verify", "--dtype", "q3_k_m", "--out"]
+    code, out, _ = run(*options, tmp_path / "a.gguf", "--calibration-text", text)
+    assert code == 0 and "(Q3_K_M)" in out
+    assert run(*options, tmp_path / "b.gguf")[0] == 0
+    assert (tmp_path / "a.gguf").read_bytes() != (tmp_path / "b.gguf").read_bytes()
+
+
 def test_options_without_an_effect_are_wrong_usage(model, tmp_path):
     for out, options in (
         ("out", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "float16"]),
         ("out", ["--no-verify", "--cross-check"]),
+        ("out.gguf", ["--calibration-text", model]),
+        ("out.gguf", ["--calibration-text", model, "--dtype", "q8_0"]),
     ):
         code, _, err = run("convert", model, "--out", tmp_path / out, *options)
-        assert code == 2 and ("would have no effect" in err or "--dtype q8_0 needs --out NAME.gguf" in err)
+        assert code == 2
+        assert any(part in err for part in ("would have no effect", "--dtype q8_0 needs --out NAME.gguf"))
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

@@ -89,6 +89,9 @@ def test_all_problems_are_reported_at_once():
         (LINEAR | {"linear_num_key_heads": None}, "linear_num_key_heads is None, layers with linear_attention need"),
         (LINEAR | {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),
         (LINEAR | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        ({"mlp_layer_types": ("dense", "dense")}, "mlp_layer_types needs a number of experts"),
+        ({"mlp_layer_types": ("none",)}, "mlp_layer_types has 1 entries"),
+        ({"mlp_layer_types": ("dense", "none"), "parallel_residual": True}, "parallel_residual needs a feed-forward"),
         (MAMBA | {"mamba_d_state": None}, "mamba_d_state is None, layers with mamba need a positive"),
         (MAMBA | {"mamba_n_groups": 3}, "mamba_n_groups 3 does not divide mamba_n_heads 4"),
         (MAMBA | {"time_step_limit": (0.2, 0.1)}, "time_step_limit is .*, it must be two numbers"),
@@ -119,7 +122,7 @@ def test_all_problems_are_reported_at_once():
         (EXPERTS | {"shared_expert_gate": True}, "but shared_expert_intermediate_size is null"),
         (EXPERTS | {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
         (EXPERTS | {"mlp_layer_types": ["dense"] * 2}, "no layer has experts"),
-        (EXPERTS | {"mlp_layer_types": [None] * 2}, "must be a list of dense and sparse"),
+        (EXPERTS | {"mlp_layer_types": [None] * 2}, "must be a list of dense, sparse and none"),
         ({"num_hidden_layers": 20_000}, "num_hidden_layers is 20000, at most 10000"),
     ],
 )

@@ -61,6 +61,9 @@ MAMBA = {
     "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 32,
     "mamba_d_state": 12,
 }  # fmt: skip
+NEMOTRON = {
+    **SIZES, "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 32, "ssm_state_size": 12, "head_dim": 16,
+}  # fmt: skip
 MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -104,6 +107,15 @@ FAMILIES = {
         "position_embedding_type": "rope",
         "tie_word_embeddings": True,
     },
+    "nemotron_h": {
+        **NEMOTRON,
+        "hybrid_override_pattern": "ME*MEM-*",
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "num_experts_per_tok": 2,
+    },
+    "nemotron_h, dense": {**NEMOTRON, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-M-"},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
     "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},

@@ -72,6 +72,9 @@ MAMBA = {
     "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_n_groups": 2,
     "mamba_d_head": 16, "mamba_d_state": 12,
 }  # fmt: skip
+NEMOTRON = {
+    **LLAMA, "head_dim": 12, "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 16, "ssm_state_size": 12,
+}  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
@@ -357,6 +360,22 @@ CASES = {
             "position_embedding_type": "rope",
             "mamba_n_heads": 4,
         },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "ME*MEM-*",
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "nemotron_h, dense": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True, "mlp_bias": True},
     ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (

@@ -53,7 +53,6 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "mamba2": {"layer_norm_epsilon": 1e-5, "n_groups": 1},
     "minicpm3": {"tie_word_embeddings": False},
     "nanochat": {"final_logit_softcapping": 15.0},
-    "nemotron_h": {"mamba_hidden_act": "silu"},
     "qwen2_moe": {"norm_topk_prob": False},
 }
 _NEED_LAYER_TYPES = ("llama",)  # ignore sliding_window without layer_types

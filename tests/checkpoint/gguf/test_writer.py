@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 
 import gguf as gguf_package
@@ -131,9 +132,8 @@ def test_types_of_k_quants(outtype, tiny_tokenizer, tmp_path):
     assert 0 < mx.abs(read - weight).max() < 0.3 * mx.abs(weight).max()
 
 
-def llama_cpp_quantizes(source, out, outtype, importance):
+def llama_cpp_quantizes(cpp, source, out, outtype, importance):
     """Quantize a file with llama.cpp, with `importance` by name of the tensor."""
-    cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed").llama_cpp
     params = cpp.llama_model_quantize_default_params()
     params.ftype = gguf_package.LlamaFileType[f"MOSTLY_{outtype}"].value
     pointers = [value.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for value in importance.values()]
@@ -142,9 +142,9 @@ def llama_cpp_quantizes(source, out, outtype, importance):
     assert cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)) == 0
 
 
-@pytest.mark.parametrize("outtype", [kind for kind in gguf.IMPORTANCE_OUTTYPES if kind != "Q4_0"])
-def test_k_quants_are_those_of_llama_cpp(outtype, model, tiny_tokenizer, tmp_path):
+def test_k_quants_are_those_of_llama_cpp(model, tiny_tokenizer, tmp_path):
     """Types and bytes, without importance weights and with; not of Falcon, which has other types."""
+    cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed").llama_cpp
     if model.config.model_type == "falcon":
         return
     wide = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 16, "intermediate_size": 256}
@@ -159,8 +159,8 @@ def test_k_quants_are_those_of_llama_cpp(outtype, model, tiny_tokenizer, tmp_pat
         if tensor is not None and len(tensor.shape) > 1 and name.startswith("blk.") and not name.endswith("_b.weight"):
             modules[name] = mapping.modules[0]
             importance[name] = rng.uniform(0.01, 10, tensor.shape[:-2] + tensor.shape[-1:]).astype(np.float32)
-    for given in ({}, importance):
-        llama_cpp_quantizes(tmp_path / "whole.gguf", tmp_path / "theirs.gguf", outtype, given)
+    for outtype, given in itertools.product(K_TYPES, ({}, importance)):
+        llama_cpp_quantizes(cpp, tmp_path / "whole.gguf", tmp_path / "theirs.gguf", outtype, given)
         of_modules = {modules[name]: value for name, value in given.items()}
         gguf.write(tmp_path / "ours.gguf", config, tensors, tiny_tokenizer, outtype, of_modules)
         files = (gguf_package.GGUFReader(tmp_path / f"{name}.gguf") for name in ("ours", "theirs"))
