@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,7 +95,8 @@ def write(
     """
     architecture = architecture_for(config)
     file_tensors = _file_tensors(config, architecture, tensors)
-    types = {name: _tensor_type(name, t, outtype, config, bool(importance)) for name, t in file_tensors.items()}
+    values = sorted((n for n in file_tensors if n.endswith(".weight") and _part(n) in _VALUES), key=_layer)
+    types = {name: _tensor_type(name, t, outtype, config, values, bool(importance)) for name, t in file_tensors.items()}
     modules = {f"{mapping.name}.weight": mapping.modules[0] for mapping in architecture.weight_mappings(config)}
     columns = {name: importance.get(module) for name, module in modules.items()} if importance else {}
     packed = {name: mxfp4[module] for name, module in modules.items() if module in mxfp4} if mxfp4 else {}
@@ -151,13 +152,15 @@ def _stays_float32(name: str, tensor: LazyTensor) -> bool:
     return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", *_FLOAT32))
 
 
-def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig, has_importance: bool) -> str:
+def _tensor_type(
+    name: str, tensor: LazyTensor, outtype: str, config: ModelConfig, values: Sequence[str], has_importance: bool
+) -> str:
     if _stays_float32(name, tensor):
         return "F32"
     kind, width = _FILE_TYPES[outtype][1], tensor.shape[-1]
     is_head = name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight")
     if kind in K_QUANTS:
-        kind = "Q6_K" if is_head else _mixed_type(name, outtype, config)
+        kind = "Q6_K" if is_head else _mixed_type(name, outtype, config, values)
         kind = kind if width % ggml_type(kind).block_size == 0 else _SMALLER_BLOCKS[kind]
     elif outtype == "MXFP4" and "_exps." not in name or outtype == "Q4_0" and is_head:
         kind = "Q8_0"
@@ -170,18 +173,25 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("blk.") else 0
 
 
-def _mixed_type(name: str, outtype: str, config: ModelConfig) -> str:
-    """The type of a matrix in a K-quant file, except for the head (`llama_tensor_get_type_impl`)."""
-    kind = _FILE_TYPES[outtype][1]
-    layer, part = _layer(name), name.split(".")[-2]
-    has_more = outtype in ("Q4_K_M", "Q5_K_M") and gets_more_bits(layer, config.num_hidden_layers)
+def _part(name: str) -> str:
+    return name.split(".")[-2] if "." in name else name
+
+
+def _mixed_type(name: str, outtype: str, config: ModelConfig, values: Sequence[str]) -> str:
+    """The type of a matrix in a K-quant file, except for the head (`llama_tensor_get_type_impl`).
+
+    `values` are the names of the value projections of all layers that have one, which are counted.
+    """
+    kind, part = _FILE_TYPES[outtype][1], _part(name)
+    layer, layers = (values.index(name), len(values)) if part in _VALUES else (_layer(name), config.num_hidden_layers)
+    has_more = outtype in ("Q4_K_M", "Q5_K_M") and gets_more_bits(layer, layers)
     if config.num_experts == 8 and part in ("attn_k", *_VALUES):
         return "Q8_0"
     if part in _VALUES:
         grouped = config.num_attention_heads // config.num_key_value_heads >= 4
         fewer = {"Q2_K": "Q4_K" if grouped else "Q3_K", "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K"}
     elif part.startswith("ffn_down"):
-        fewer = {"Q2_K": "Q3_K", "Q3_K_M": "Q5_K" if layer < config.num_hidden_layers // 16 else "Q4_K"}
+        fewer = {"Q2_K": "Q3_K", "Q3_K_M": "Q5_K" if layer < layers // 16 else "Q4_K"}
     elif part == "attn_output":
         fewer, has_more = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K"}, False
         if config.num_experts == 8:
