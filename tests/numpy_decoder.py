@@ -8,15 +8,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import QK_NORMS
 
 
 def norm(x, weights, name, c):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019); those of queries and keys are RMSNorms."""
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019)."""
     weight, bias = weights.get(f"{name}.weight", 1), weights.get(f"{name}.bias", 0)
-    if c.norm != "rms" and not name.endswith(("q_norm", "k_norm")):
+    of_heads = name.endswith(("q_norm", "k_norm"))
+    if of_heads and c.qk_norm == "layer_per_head":
+        weight = weight.reshape(x.shape[1], 1, -1)
+    if "layer" in (c.qk_norm if of_heads else c.norm):
         x = x - x.mean(-1, keepdims=True)
         return x / np.sqrt(x.var(-1, keepdims=True) + c.rms_norm_eps) * weight + bias
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * (weight + c.norm_unit_offset)
+    weight = weight + c.norm_unit_offset if f"{name}.weight" in weights else 1
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * weight
 
 
 def linear(x, weights, name):
@@ -65,6 +70,14 @@ def rotated(x, positions, c, length, layer):
     return np.concatenate([z.real, z.imag, x[..., dims:]], axis=-1)
 
 
+def temperatures(c, positions, has_rope):
+    """Llama 4: the logarithm of the number of lengths that a text has been grows by 1."""
+    scaling = c.rope_scaling or {}
+    beta = scaling.get("llama_4_scaling_beta") if has_rope else c.attn_scale
+    length = scaling.get("original_max_position_embeddings") if has_rope else c.floor_scale
+    return 1 + (beta or 0) * np.log((positions + (not has_rope)) // (length or 1) + 1)
+
+
 def slopes(heads):
     """Press et al. 2021: a geometric series from 2^(-8/n); in between, every other one of twice as many."""
     if heads & (heads - 1) == 0:
@@ -82,15 +95,19 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     if c.clip_qkv:
         q, k, v = (np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
     q, k, v = (y.reshape(B, T, -1, D).transpose(0, 2, 1, 3) for y in (q, k, v))
-    if c.qk_norm == "head":
+    has_rope = c.positions == "rope" and (c.rope_layers is None or c.rope_layers[layer])
+    if c.qk_norm not in (None, "projection", None if has_rope else "l2"):
         q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
-    if c.positions == "rope" and (c.rope_layers is None or c.rope_layers[layer]):
+    q = q * temperatures(c, positions, has_rope)[:, None, :, None]
+    if has_rope:
         q, k = rotated(q, positions, c, T, layer), rotated(k, positions, c, T, layer)
     out = np.zeros((B, H, T, D))
     scale = 1 / math.sqrt(c.query_pre_attn_scalar or D)
     back = np.arange(T)[:, None] - np.arange(T)  # how far a key is behind its row
-    seen = (back >= 0) & (back < (c.window(layer) or T))
+    in_window = (back >= 0) & (back < (c.window(layer) or T))
     for b in range(B):
+        chunks = positions[b] // (c.chunk(layer) or T)
+        seen = in_window & (chunks == chunks[:, None])
         for h in range(H):
             group = h // (H // K)
             scores = scale * q[b, h] @ k[b, group].T
@@ -244,7 +261,7 @@ def decoder(weights, c, tokens, segment_ids=None):
         x = x + np.array([[sinusoids(p + c.position_offset, c.hidden_size) for p in row] for row in own])
     if c.embedding_norm:
         x = norm(x, weights, "model.embed_layernorm", c)
-    whole, m = np.broadcast_to(np.arange(T), (B, T)), c.residual_multiplier
+    m = c.residual_multiplier
     for layer in range(c.num_hidden_layers):
         name = f"model.layers.{layer}"
 
@@ -256,7 +273,7 @@ def decoder(weights, c, tokens, segment_ids=None):
             if c.mixer(layer) == "mamba2":
                 return mamba2(y, weights, f"{name}.mamba", c, segment_ids)
             mixer = attention if c.kv_lora_rank is None else latent_attention
-            return mixer(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
+            return mixer(y, weights, f"{name}.self_attn", c, layer, own, segment_ids)
 
         def feed(y, name=name):
             return feed_forward(y, weights, f"{name}.mlp", c)
@@ -267,17 +284,24 @@ def decoder(weights, c, tokens, segment_ids=None):
         if c.parallel_residual:
             first = normed(x, "input")
             x = x + m * (attend(first) + feed(first if c.shared_norm else normed(x, "post_attention")))
-        elif c.norm_placement == "pre":
+            continue
+        if c.norm_placement == "pre":
             x = x + m * attend(normed(x, "input"))
-            x = x + m * feed(normed(x, "post_attention"))
         elif c.norm_placement == "post":
             x = normed(x + m * attend(x), "post_attention")
-            x = normed(x + m * feed(x), "post_feedforward")
         elif c.norm_placement == "output":
             x = x + m * normed(attend(x), "post_attention")
-            x = x + m * normed(feed(x), "post_feedforward")
         else:
             x = x + m * normed(attend(normed(x, "input")), "post_attention")
+        if c.mlp_layer_types and c.mlp_layer_types[layer] == "none":
+            continue
+        if c.norm_placement == "pre":
+            x = x + m * feed(normed(x, "post_attention"))
+        elif c.norm_placement == "post":
+            x = normed(x + m * feed(x), "post_feedforward")
+        elif c.norm_placement == "output":
+            x = x + m * normed(feed(x), "post_feedforward")
+        else:
             x = x + m * normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
     if c.norm_placement != "post":
         x = norm(x, weights, "model.norm", c)
@@ -303,6 +327,8 @@ def scalings(draw, pairs):
     scaling = {"rope_type": kind, "factor": draw(st.sampled_from([1.0, 2.0, 4.0]))}
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "yarn" and draw(st.booleans()):
+        scaling["llama_4_scaling_beta"] = 0.7
     return scaling | (original if kind in ("llama3", "yarn") else {})
 
 
@@ -331,7 +357,7 @@ def latent_architectures(draw):
 NOT_LATENT = (
     "positions", "position_offset", "alibi_scaled", "partial_rotary_factor", "qk_norm", "sliding_window", "layer_types",
     "rope_layers", "rope_local_base_freq", "attention_out_bias", "attn_logit_softcapping", "query_pre_attn_scalar",
-    "attention_sinks", "clip_qkv",
+    "attention_sinks", "clip_qkv", "attention_chunk_size", "attn_scale", "floor_scale",
 )  # fmt: skip
 
 
@@ -344,10 +370,12 @@ def usual_architectures(draw):
     positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
     swiglu_limit = draw(st.none() | st.just(0.1))
     tied = draw(flags)
+    attn_scale = draw(st.none() | st.just(0.6))
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
-    kinds = ["full_attention", *["sliding_attention"] * bool(window), "conv", "linear_attention", "mamba"]
-    types = draw(st.none() | st.lists(st.sampled_from(kinds), min_size=layers - 1, max_size=layers - 1))
+    kinds = ["full_attention", *["sliding_attention"] * bool(window), "chunked_attention"]
+    recurrent = ["conv", "linear_attention", "mamba"]
+    types = draw(st.none() | st.lists(st.sampled_from(kinds + recurrent), min_size=layers - 1, max_size=layers - 1))
     linear, mamba = {}, {}
     if "mamba" in (types or ()):
         groups = draw(st.integers(1, 2))
@@ -365,7 +393,13 @@ def usual_architectures(draw):
             "linear_key_head_dim": draw(st.sampled_from([4, 7])), "linear_conv_kernel_dim": draw(st.integers(1, 4)),
             "linear_value_head_dim": draw(st.sampled_from([4, 6])),
         }  # fmt: skip
+    mlps = (
+        None
+        if parallel
+        else draw(st.none() | st.lists(st.sampled_from(["dense", "none"]), min_size=layers, max_size=layers))
+    )
     return ModelConfig(
+        mlp_layer_types=mlps if "none" in (mlps or ()) else None,
         **linear,
         **mamba,
         attn_output_gate=draw(flags),
@@ -396,8 +430,11 @@ def usual_architectures(draw):
         partial_rotary_factor=share if rope else 1.0,
         rope_scaling=draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None,
         sliding_window=window,
-        qk_norm=draw(st.sampled_from([None, "head", "projection"])),
-        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds[:-3]))],
+        qk_norm=draw(st.sampled_from([None, *QK_NORMS])),
+        attn_scale=attn_scale,
+        floor_scale=attn_scale and 5.0,
+        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds))],
+        attention_chunk_size=draw(st.integers(1, 6)),
         conv_L_cache=draw(st.integers(1, 4)) if "conv" in (types or ()) else 3,
         conv_bias="conv" in (types or ()) and draw(flags),
         alibi_scaled=positions == "alibi" and draw(flags),

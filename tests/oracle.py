@@ -35,7 +35,7 @@ def _visible(T, S, window, segment_ids=None):
     visible = (s <= p) & ((s > p - window) if window is not None else True)
     if segment_ids is None:
         return visible
-    return visible & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return visible & (segment_ids[:, None, -T:, None] == segment_ids[:, None, None, :])
 
 
 def _probabilities(q, k, scale, window, softcap=None, slopes=None, segment_ids=None, sinks=None):

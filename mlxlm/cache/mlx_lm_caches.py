@@ -149,7 +149,7 @@ def _translated(model: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) 
 def can_batch(model: Any) -> bool:
     """Whether rows of different lengths can share a batch, without computing anything.
 
-    Not with caches of other types (Llama 4's chunks), nor if a model needs its position as a Python number.
+    Not with caches of other types, nor if a model needs its position as a Python number.
     """
     try:
         rows = [make_caches(model, KVOptions()) for _ in range(2)]

@@ -114,7 +114,7 @@ class ChatModel:
 
         Except with a JSON schema, a constrained answer has no reasoning: the end of the prompt says so.
         """
-        text, tokenizer = self.chat_encoder.generation_prefix, self.lm.tokenizer
+        text, tokenizer = self.chat_encoder.generation_prefix_of(exchange.prompt), self.lm.tokenizer
         ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
         if options.constraint not in (None, "json_schema"):
             more = self.chat_encoder.start_of_answer(exchange.prompt)

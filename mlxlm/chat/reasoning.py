@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlxlm.utils.errors import GenerationError
+
 
 @dataclass(frozen=True)
 class ReasoningTags:
@@ -53,6 +55,13 @@ _ALL_TAGS = (
     THINK,
 )
 EFFORTS = ("none", "low", "medium", "high")
+
+
+def check_effort(effort: str | None) -> str | None:
+    """Return `effort`, which may be None. Raise GenerationError if it is not a reasoning effort."""
+    if effort not in (None, *EFFORTS):
+        raise GenerationError(f"reasoning_effort is {effort!r}", " or ".join(EFFORTS))
+    return effort
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:

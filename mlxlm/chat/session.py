@@ -27,7 +27,7 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
-from mlxlm.chat.reasoning import EFFORTS
+from mlxlm.chat.reasoning import check_effort
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
@@ -162,9 +162,7 @@ class Chat:
 
     @reasoning_effort.setter
     def reasoning_effort(self, effort: str | None) -> None:
-        if effort not in (None, *EFFORTS):
-            raise GenerationError(f"reasoning_effort is {effort!r}", " or ".join(EFFORTS))
-        self._chat_model.reasoning_effort = effort
+        self._chat_model.reasoning_effort = check_effort(effort)
 
     @property
     def system_prompt(self) -> str | None:

@@ -31,6 +31,7 @@ from mlxlm.chat.history import (
     check_context_overflow,
 )
 from mlxlm.chat.messages import Message
+from mlxlm.chat.reasoning import check_effort
 from mlxlm.chat.tool_calls import MessageStyle
 from mlxlm.config.option import non_default_fields
 from mlxlm.generation import FinishReason, GenerationOptions, LoadedModel
@@ -147,7 +148,7 @@ def decode_session(content: bytes, path: Path) -> Session:
             chat_template=header.get("chat_template", str, None),
             system_prompt=header.text("system_prompt", None),
             context_overflow=check_context_overflow(header.get("context_overflow", str, "stop")),
-            reasoning_effort=header.get("reasoning_effort", str, None),
+            reasoning_effort=check_effort(header.get("reasoning_effort", str, None)),
             options=_settings(header, "options", GenerationOptions),
             kv=KVOptions(**_settings(header, "kv", KVOptions)),
             branches=_branches(header, turns, last),

@@ -51,7 +51,7 @@ class Checkpoint(_CheckpointFiles):
 
     def keeps_dtype(self, name: str) -> bool:
         """Whether a tensor must keep its dtype when the others are converted."""
-        return False
+        return name.endswith(".A_log")  # whose errors add up in the state; published in float32
 
     def with_tensors(self, tensors: LazyTensors, quantization: Mapping[str, Any] | None = None) -> Self:
         """The same model with other tensors, quantized by `quantization`, and without `packed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,12 +40,14 @@ def to_decoder_weights(
             result[name] = tensor
             continue
         names = mapping.modules if mapping.name == name else [f"{part}.{parameter}" for part in mapping.modules]
-        whole = _transpose(tensor, mapping, names[0])
+        is_transposed = mapping.is_read_only and tensor.shape[1:2] == (sum(mapping.rows),) != tensor.shape[2:]
+        whole = tensor if is_transposed else _transpose(tensor, mapping, names[0])
         if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
             matrix = (whole.shape[0], whole.shape[1] * whole.shape[2])
             whole = whole.transform(partial(mx.reshape, shape=matrix), shape=matrix)
         if mapping.offset:
             whole = whole.transform(partial(_add, number=-mapping.offset))
+        whole = _head_vector(whole, mapping)
         if mapping.interleaved:
             if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
@@ -67,13 +70,14 @@ def to_decoder_weights(
                 result[part] = _per_head(result[part], mapping.groups, transposed=i == 0)
     for (stacked, parameter), parts in stacks.items():
         names = [f"{name}.{parameter}" for name in stacked.expert_names()]
-        result[f"{stacked.modules[0]}.{parameter}"] = _stack(names, parts, source)
+        result[f"{stacked.modules[0]}.{parameter}"] = _head_vector(_stack(names, parts, source), stacked)
     return result
 
 
 def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTensors) -> dict[str, LazyTensor]:
     """Convert the decoder's tensors to a file's: the inverse of `to_decoder_weights`."""
-    by_module = {module: mapping for mapping in weight_mappings for module in mapping.modules}
+    written = [mapping for mapping in weight_mappings if not mapping.is_read_only]
+    by_module = {module: mapping for mapping in written for module in mapping.modules}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
@@ -84,6 +88,7 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         suffix = "" if name in mapping.modules else f".{parameter}"
         target = mapping.name + suffix
         if mapping.experts:
+            tensor = _head_rows(tensor, mapping)
             cache: dict[str, list[mx.array | None]] = {}  # until all experts are read
             for expert, expert_name in enumerate(mapping.expert_names()):
                 read, nbytes = _part_reader(cache, name, expert, tensor.read, mapping), tensor.nbytes // mapping.experts
@@ -98,6 +103,7 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
+        whole = _head_rows(whole, mapping)
         if mapping.channel_axis and len(whole.shape) == 2:
             shape = (*whole.shape[: mapping.channel_axis], 1, *whole.shape[mapping.channel_axis :])
             whole = whole.transform(partial(mx.reshape, shape=shape), shape=shape)
@@ -105,6 +111,20 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
             whole = whole.transform(partial(_add, number=mapping.offset))
         result[target] = _transpose(whole, mapping, name)
     return result
+
+
+def _head_vector(tensor: LazyTensor, mapping: WeightMapping) -> LazyTensor:
+    """The rows of all heads as one vector, if the mapping says so."""
+    if not mapping.head_vectors:
+        return tensor
+    return tensor.transform(mx.flatten, shape=(math.prod(tensor.shape),))
+
+
+def _head_rows(tensor: LazyTensor, mapping: WeightMapping) -> LazyTensor:
+    """The inverse of `_head_vector`."""
+    if not (heads := mapping.head_vectors):
+        return tensor
+    return tensor.transform(lambda x: x.reshape(heads, -1), shape=(heads, tensor.shape[0] // heads))
 
 
 def _add(value: mx.array, number: float) -> mx.array:

@@ -52,10 +52,10 @@ class NormPlacement:
     mlp_output: str | None = None
     after_addition: bool = False
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the norms that the layer has."""
-        names = (self.attention_input, self.mlp_input, self.attention_output, self.mlp_output)
+    def names(self, has_mlp: bool = True) -> list[str]:
+        """The names of the norms that a layer has, with or without a feed-forward."""
+        mlp = (self.mlp_input, self.mlp_output) if has_mlp else (None, None)
+        names = (self.attention_input, mlp[0], self.attention_output, mlp[1])
         return [name for name in names if name is not None]
 
 
@@ -106,17 +106,26 @@ FEED_FORWARDS = {
 }
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # values of `layer_types`
 # The other values, and the mixers that such layers have instead of attention.
 RECURRENT = {"conv": "short_conv", "linear_attention": "gated_delta", "mamba": "mamba2"}
-DENSE, SPARSE = "dense", "sparse"  # values of `mlp_layer_types`
-ROUTERS = ("softmax", "sigmoid")
+DENSE, SPARSE, NO_MLP = "dense", "sparse", "none"  # values of `mlp_layer_types`
+ROUTERS = ("softmax", "sigmoid", "input_sigmoid")
+
+# Of queries and keys: what is normalized, and how.
+QK_NORMS = {
+    "head": "RMSNorm of each head",
+    "projection": "RMSNorm of all heads together",
+    "layer": "LayerNorm of each head",
+    "layer_per_head": "LayerNorm of each head with its own weights",
+    "l2": "RMSNorm of each head without weights, in layers with rotary positions",
+}
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm": tuple(NORMS),
     "norm_placement": tuple(NORM_PLACEMENTS),
     "positions": tuple(POSITIONS),
-    "qk_norm": (None, "head", "projection"),
+    "qk_norm": (None, *QK_NORMS),
     "hidden_act": ACTIVATIONS,
     "router": ROUTERS,
 }

@@ -22,7 +22,8 @@ def count_parameters(c: Config) -> dict[str, int]:
     """Number of parameters by group, over all layers. A tied head is 0, so that nothing is counted twice."""
     hidden, placement = c.hidden_size, c.layer_norms
     positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
-    norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
+    norms = sum(len(placement.names(c.has_mlp(layer))) for layer in range(c.num_hidden_layers))
+    norms += (not placement.after_addition) + c.embedding_norm
     counts = Counter({"embedding": c.vocab_size * hidden, "positions": positions * hidden})
     counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=c.vocab_size * c.head_bias)
     for sublayer, layers in sublayers(c):
@@ -82,7 +83,7 @@ def layer_activations(c: Config) -> int:
     The residual before either sublayer and its norms, and those of the sublayers.
     """
     largest = max(sum(sublayer.activations for sublayer in kind) for kind in set(c.layer_sublayers))
-    return (2 + len(c.layer_norms.names)) * c.hidden_size + largest
+    return (2 + len(c.layer_norms.names())) * c.hidden_size + largest
 
 
 def kv_cache_values(c: Config, context_length: int) -> tuple[int, int]:

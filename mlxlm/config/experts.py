@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.config.components import DENSE, SPARSE
+from mlxlm.config.components import DENSE, NO_MLP, SPARSE
 from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import short_repr
 
@@ -13,7 +13,7 @@ Config = Any  # a ModelConfig, whose module imports this one
 
 EXPERT_FIELDS = (
     "num_experts_per_tok", "moe_intermediate_size", "router", "router_bias", "norm_topk_prob", "n_group", "topk_group",
-    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_layer_types",
+    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
 )  # fmt: skip
 MAX_EXPERTS = 10_000
 
@@ -35,10 +35,18 @@ def validate_experts(c: Config) -> Iterator[str]:
         yield f"num_experts_per_tok is {c.num_experts_per_tok}, more than the experts of {c.topk_group} groups"
     if c.shared_expert_gate and c.shared_expert_intermediate_size is None:
         yield "shared_expert_gate is true, but shared_expert_intermediate_size is null"
+
+
+def validate_mlp_layer_types(c: Config) -> Iterator[str]:
+    """Yield a message for each problem of `mlp_layer_types`, which is set."""
     types = c.mlp_layer_types
-    if types is not None and not (isinstance(types, tuple) and all(kind in (DENSE, SPARSE) for kind in types)):
-        yield f"mlp_layer_types must be a list of {DENSE} and {SPARSE}"
-    elif types is not None and len(types) != c.num_hidden_layers:
+    if not isinstance(types, tuple) or any(kind not in (DENSE, SPARSE, NO_MLP) for kind in types):
+        yield f"mlp_layer_types must be a list of {DENSE}, {SPARSE} and {NO_MLP}"
+    elif len(types) != c.num_hidden_layers:
         yield f"mlp_layer_types has {len(types)} entries, one for each of {c.num_hidden_layers} layers is needed"
-    elif types is not None and SPARSE not in types:
+    elif c.num_experts is not None and SPARSE not in types:
         yield "no layer has experts (num_experts=null)"
+    elif c.num_experts is None and (SPARSE in types or NO_MLP not in types):
+        yield "mlp_layer_types needs a number of experts, but num_experts is null (8)"
+    elif NO_MLP in types and c.parallel_residual:
+        yield "mlp_layer_types has none, but parallel_residual needs a feed-forward in each layer"

@@ -9,17 +9,20 @@ from typing import Any
 
 from mlxlm.config.components import (
     CHOICES,
+    CHUNKED,
     DENSE,
+    NO_MLP,
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,
     RECURRENT,
     SHARED_NORM,
     SLIDING,
+    SPARSE,
     NormPlacement,
 )
 from mlxlm.config.counts import attended_keys, count_parameters, forward_flops, kv_cache_values, sublayers
-from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
+from mlxlm.config.experts import EXPERT_FIELDS, validate_experts, validate_mlp_layer_types
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
@@ -65,9 +68,11 @@ class ModelConfig:
         rope_scaling: Hugging Face's object with `rope_type`; see `mlxlm.config.rope_scaling`.
         partial_rotary_factor: Fraction of a head that is rotated.
         sliding_window: Number of tokens that a token attends to, including itself.
-        layer_types: "sliding_attention" for layers with the window, "full_attention" for others, "conv" for gated short
+        layer_types: "sliding_attention" for layers with the window, "chunked_attention" for those in which a token
+            attends to its chunk of the text only (Llama 4), "full_attention" for others, "conv" for gated short
             convolutions instead of attention (LFM2), "linear_attention" for the gated delta rule (Qwen3-Next),
             "mamba" for Mamba 2 (Granite 4). None: all layers have the window, if there is one.
+        attention_chunk_size: Number of tokens of a chunk.
         conv_L_cache: Taps of a short convolution.
         conv_dim: Its channels. None: hidden_size.
         conv_bias: Biases of short convolutions and their projections.
@@ -85,13 +90,17 @@ class ModelConfig:
         mamba_proj_bias: Biases of its projections.
         time_step_limit: Least and greatest time step of Mamba 2. None: no limits.
         attn_output_gate: The output of attention is multiplied by a gate (Qwen3-Next).
-        qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
+        qk_norm: Norms of queries and keys: "head" (Qwen 3), "projection" (OLMo 2), "layer" (Phi), "layer_per_head"
+            (StableLM, Command R+) or "l2" (Llama 4).
         clip_qkv: Queries, keys and values are clipped to this magnitude, before their positions (OLMo).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
         final_logit_softcapping: Soft cap of the output logits (Gemma 2).
         attention_sinks: Each head has a sink: one more score in the softmax, without a value (GPT-OSS).
         query_pre_attn_scalar: Scores are divided by its square root. None: by that of head_dim.
+        attn_scale: Queries at position p of layers without rotary positions are multiplied by 1 + attn_scale · log(1 +
+            floor((p + 1) / floor_scale)) (Llama 4). None: they aren't.
+        floor_scale: See `attn_scale`.
         rope_layers: Whether each layer has rotary positions (SmolLM 3). None: all have them.
         rope_local_base_freq: Base of the rotary positions of layers with a sliding window, which then have no scaling
             (Gemma 3). None: as all layers.
@@ -100,15 +109,17 @@ class ModelConfig:
         num_experts: Number of experts of a mixture (Shazeer et al. 2017); None: feed-forwards are dense.
         num_experts_per_tok: How many of them a token goes to, those with the highest scores.
         moe_intermediate_size: Width of an expert.
-        router: Scores of the experts: "softmax" of the router's outputs (Mixtral, Qwen), or "sigmoid", where a bias of
-            each expert is added for the choice (GLM 4.5).
+        router: Scores of the experts: "softmax" of the router's outputs (Mixtral, Qwen), "sigmoid", where a bias of
+            each expert is added for the choice (GLM 4.5), or "input_sigmoid", which multiplies the input of an expert
+            instead of its output (Llama 4).
         router_bias: The router's projection has a bias (GPT-OSS).
         norm_topk_prob: The scores of a token's experts are divided by their sum.
         n_group: Number of groups of experts, of which the `topk_group` with the best ones are considered (DeepSeek V3).
         routed_scaling_factor: Factor on the output of the experts.
         shared_expert_intermediate_size: Width of an expert that all tokens go to as well; None: there is none.
         shared_expert_gate: The output of the shared expert is multiplied by a gate (Qwen 2).
-        mlp_layer_types: "sparse" for layers with experts, "dense" for others. None: all have experts.
+        mlp_layer_types: "sparse" for layers with experts, "dense" for others, "none" for those without a feed-forward
+            (Nemotron-H). None: all have experts, if there are any.
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
         swiglu_limit: Limit of the gate, and of `up` on both sides, in SwiGLU, which is then gate · sigmoid(swiglu_alpha
             · gate) · (up + 1) (GPT-OSS). None: plain SwiGLU.
@@ -152,6 +163,7 @@ class ModelConfig:
     partial_rotary_factor: float = 1.0
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    attention_chunk_size: int | None = None
     conv_L_cache: int = 3
     conv_dim: int | None = None
     conv_bias: bool = False
@@ -182,6 +194,8 @@ class ModelConfig:
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
+    attn_scale: float | None = None
+    floor_scale: float | None = None
     rope_layers: tuple[bool, ...] | None = None
     rope_local_base_freq: float | None = None
     residual_multiplier: float = 1.0
@@ -254,10 +268,17 @@ class ModelConfig:
         return self.positions == "rope" and (self.rope_layers is None or self.rope_layers[layer])
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a token attends to in this layer, including itself; None without a window."""
+        """Number of tokens that a token can attend to in this layer, including itself; None without a limit."""
+        if self.chunk(layer) is not None:
+            return self.chunk(layer)
         if self.layer_types is not None and self.layer_types[layer] != SLIDING:
             return None
         return self.sliding_window
+
+    def chunk(self, layer: int) -> int | None:
+        """Number of tokens of the chunks that attention of this layer has; None without chunks."""
+        has_chunks = self.layer_types is not None and self.layer_types[layer] == CHUNKED
+        return self.attention_chunk_size if has_chunks else None
 
     def mixer(self, layer: int) -> str:
         """The sublayer that mixes tokens in this layer, a name in `mlxlm.config.sublayers.MIXERS`."""
@@ -267,9 +288,14 @@ class ModelConfig:
 
     def mlp(self, layer: int) -> str:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
-        if self.num_experts is None or (self.mlp_layer_types is not None and self.mlp_layer_types[layer] == DENSE):
-            return "mlp"
-        return "experts"
+        kind = SPARSE if self.mlp_layer_types is None else self.mlp_layer_types[layer]
+        if kind == NO_MLP:
+            return "none"
+        return "mlp" if self.num_experts is None or kind == DENSE else "experts"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether this layer has a feed-forward."""
+        return self.mlp(layer) != "none"
 
     @cached_property
     def layer_sublayers(self) -> list[tuple[Sublayer, Sublayer]]:
@@ -415,10 +441,14 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield "head_bias is true, but the head is the embedding (tie_word_embeddings=false)"
     if c.swiglu_limit is not None and not (c.mlp_gated and c.hidden_act == "silu"):
         yield "swiglu_limit is for SwiGLU (mlp_gated=true, hidden_act=silu)"
+    if (c.attn_scale is None) != (c.floor_scale is None):
+        yield f"attn_scale is {c.attn_scale} and floor_scale {c.floor_scale}, both or none must be set (0.1 and 8192)"
     if c.layer_types is not None:
         yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
+    if c.mlp_layer_types is not None:
+        yield from validate_mlp_layer_types(c)
     if c.num_experts is not None:
         yield from validate_experts(c)
     elif set_fields := [name for name in EXPERT_FIELDS if getattr(c, name) != getattr(ModelConfig, name)]:

@@ -267,7 +267,7 @@ def _recurrent_sizes(kind: str, values: Values) -> Changes:
 def _parse_experts(text: str, values: Values) -> Changes:
     """Experts that have together, for a token, the width of the dense feed-forward."""
     if text == "none":
-        return {"num_experts": None, **{name: _FIELDS[name].default for name in EXPERT_FIELDS}}
+        return {"num_experts": None, "mlp_layer_types": None, **{n: _FIELDS[n].default for n in EXPERT_FIELDS}}
     used = values["num_experts_per_tok"] or 2
     dense = values["intermediate_size"]
     width = values["moe_intermediate_size"] or (-(-dense // used) if isinstance(used, int) and used > 0 else dense)

@@ -9,7 +9,15 @@ from typing import Any
 from mlxlm.config.numbers import is_positive
 from mlxlm.utils.errors import short_repr
 
-_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_OPTIONAL = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "llama_4_scaling_beta",
+)
 # The fields of each `rope_type`. Source: transformers, modeling_rope_utils.py
 SCALINGS = {
     "linear": ("factor",),
@@ -39,6 +47,8 @@ def validate_scaling(scaling: Any, dims: int, base: float) -> Iterator[str]:
             continue
         # longrope's default factor is the ratio of the two lengths.
         optional = name in _OPTIONAL or (name == "factor" and rope_type == "longrope")
+        if name == "llama_4_scaling_beta" and value == 0:  # off
+            continue
         if name != "truncate" and not _is_factor(value) and not (value is None and optional):
             bounds = _BOUNDS if is_positive(value) else ""
             yield f"rope_scaling: {name} is {short_repr(value)}, {rope_type} needs a positive number{bounds}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.config.components import FULL, RECURRENT, SLIDING
+from mlxlm.config.components import CHUNKED, FULL, RECURRENT, SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import short_repr
 
@@ -85,6 +85,7 @@ def attention(c: Config) -> Sublayer:
     hidden, d = c.hidden_size, c.head_dim
     queries, keys, bias = c.num_attention_heads * d, c.num_key_value_heads * d, c.attention_bias
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
+    all_heads = queries + keys
     gate = (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias),) if c.attn_output_gate else ()
     return Sublayer(
         matrices=(
@@ -96,7 +97,7 @@ def attention(c: Config) -> Sublayer:
         ),
         activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
         biases=c.num_attention_heads if c.attention_sinks else 0,
-        norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
+        norms={"head": 2 * d, "layer": 4 * d, "projection": all_heads, "layer_per_head": all_heads}.get(c.qk_norm, 0),
         score_flops=(2 * queries, 2 * queries),
         kv_heads=c.num_key_value_heads,
         kv_dims=(d, d),
@@ -153,7 +154,7 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
         "positions": "rope", "partial_rotary_factor": 1.0, "qk_norm": None, "sliding_window": None, "rope_layers": None,
         "layer_types": None,
         "attn_logit_softcapping": None, "query_pre_attn_scalar": None, "attention_out_bias": None,
-        "attention_sinks": False, "clip_qkv": None,
+        "attention_sinks": False, "clip_qkv": None, "attn_scale": None,
     }  # fmt: skip
     for name, value in required.items():
         if getattr(c, name) != value:
@@ -264,7 +265,11 @@ MIXERS: dict[str, Callable[[Config], Sublayer]] = {
     "gated_delta": gated_delta,
     "mamba2": mamba2,
 }
-MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
+MLPS: dict[str, Callable[[Config], Sublayer]] = {
+    "mlp": mlp,
+    "experts": experts,
+    "none": lambda c: Sublayer(matrices=(), activations=0),
+}
 
 
 # The sizes of recurrent layers; the second divides the first.
@@ -278,13 +283,15 @@ _RECURRENT_SIZES = {
 
 def validate_layer_types(c: Config) -> Iterator[str]:
     """Yield a message for each problem of `layer_types`, which is set, and of the sizes that some of them need."""
-    kinds = (FULL, SLIDING, *RECURRENT)
+    kinds = (FULL, SLIDING, CHUNKED, *RECURRENT)
     if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
         yield f"layer_types must be a list of {', '.join(kinds)}"
     elif len(c.layer_types) != c.num_hidden_layers:
         yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
     elif SLIDING in c.layer_types and c.sliding_window is None:
         yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
+    elif CHUNKED in c.layer_types and not is_count(c.attention_chunk_size):
+        yield f"attention_chunk_size is {short_repr(c.attention_chunk_size)}, {CHUNKED} needs a positive whole number"
     elif RECURRENT.keys() >= set(c.layer_types):
         yield f"layer_types has no layer with attention ({FULL})"
     else:

@@ -13,7 +13,7 @@ from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoi
 from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import NORMS
+from mlxlm.config.components import NORMS, QK_NORMS
 from mlxlm.config.counts import attention_windows
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
@@ -172,26 +172,30 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
     multipliers = {"embeddings": c.embedding_multiplier, "residual": c.residual_multiplier}
     multipliers["logits"] = 1 / c.logits_scaling
-    windows = sum(window is not None for window in attention_windows(c))
+    chunks = sum(c.chunk(layer) is not None for layer in range(c.num_hidden_layers))
+    windows = sum(window is not None for window in attention_windows(c)) - chunks
     mixers = Counter(map(c.mixer, range(c.num_hidden_layers)))
     convolutions, delta, mamba = mixers["short_conv"], mixers["gated_delta"], mixers["mamba2"]
     linear = (
         f"gated delta rule, {c.linear_num_value_heads} heads of {c.linear_key_head_dim} x {c.linear_value_head_dim}"
     )
     state_space = f"Mamba 2, {c.mamba_n_heads} heads of {c.mamba_d_head}, states of {c.mamba_d_state}"
+    mlps = sum(map(c.has_mlp, range(c.num_hidden_layers)))
+    some = f", in {mlps} layers" if mlps < c.num_hidden_layers else ""
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
         "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
         "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
         "linear attention": f"{linear}, in {delta} layers" if delta else "",
         "state space": f"{state_space}, in {mamba} layers" if mamba else "",
-        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}{limit}",
+        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}{limit}{some}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",
         "vocabulary": f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head",
         "biases": ", ".join(name for name, value in biases.items() if value),
         "window": f"{c.sliding_window} tokens in {windows} of {c.num_hidden_layers} layers" if windows else "",
+        "chunks": f"{c.attention_chunk_size} tokens in {chunks} of {c.num_hidden_layers} layers" if chunks else "",
         "multipliers": ", ".join(f"{name} {value:g}" for name, value in multipliers.items() if value != 1),
         "soft caps": ", ".join(f"{name} at {cap:g}" for name, cap in caps.items() if cap),
     }
@@ -206,11 +210,11 @@ def _attention(c: ModelConfig) -> str:
         return f"multi-head latent, {sizes}; latent vectors of {c.kv_lora_rank}{queries}"
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
-    norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
+    norm = "" if c.qk_norm is None else f"; queries and keys have {QK_NORMS[c.qk_norm]}"
     clip = "" if c.clip_qkv is None else f", clipped at {c.clip_qkv:g}"
     sinks = ", with sinks" if c.attention_sinks else ""
     gate = ", gated" if c.attn_output_gate else ""
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{clip}{sinks}{gate}"
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{clip}{sinks}{gate}{norm}"
 
 
 def _positions(c: ModelConfig) -> str:
@@ -228,4 +232,6 @@ def _positions(c: ModelConfig) -> str:
         text += f"; base {c.rope_local_base_freq:g} in layers with a window"
     if c.rope_layers:
         text += f"; in {sum(c.rope_layers)} of {c.num_hidden_layers} layers"
+    if c.attn_scale or (c.rope_scaling or {}).get("llama_4_scaling_beta"):
+        text += "; queries scaled by their position"
     return text

@@ -20,6 +20,7 @@ _GELU = (
 _SILU = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "granite", "cohere", "cohere2", "olmo3",
     "exaone4", "seed_oss", "glm", "glm4", "stablelm", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe",
+    "ministral3", "llama4_text", "ernie4_5", "helium", "exaone", "dots1", "minimax_m2",
 )  # fmt: skip
 # The activation that a model of mlx_lm computes whatever config.json says, "gelu" in any of its forms; "silu" in
 # models that are not listed. Source: mlx_lm/models/*.py (0.32)

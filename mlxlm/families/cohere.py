@@ -10,8 +10,8 @@ from mlxlm.families.family import (
     COMMON_FIELDS,
     Family,
     HFConfig,
-    first_unexpected,
     inverse,
+    read_bool,
     read_sliding_window_pattern,
     rope_in_windows,
     same_names,
@@ -25,6 +25,10 @@ _FIELDS = (
 )
 _DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 _FIXED = {"norm": "layer_no_bias", "parallel_residual": True, "shared_norm": True}
+
+
+def _read_cohere(values: HFConfig) -> dict[str, Any]:
+    return {**_read_scale(values), "qk_norm": "layer_per_head" if read_bool(values, "use_qk_norm", False) else None}
 
 
 def _read_scale(values: HFConfig) -> dict[str, Any]:
@@ -47,9 +51,9 @@ COHERE = Family(
     _FIELDS,
     defaults=_DEFAULTS,
     fixed_values=_FIXED,
-    read_extra=_read_scale,
-    write_extra=_write_scale,
-    find_unsupported=lambda values: first_unexpected(values, use_qk_norm=False),
+    read_extra=_read_cohere,
+    write_extra=lambda config: {**_write_scale(config), "use_qk_norm": config.qk_norm is not None},
+    layer_modules=same_names("self_attn.q_norm", "self_attn.k_norm"),
     rope_interleaved=True,
 )
 

@@ -5,15 +5,15 @@ Also which `model_type` a configuration is saved as, which tools can open it, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import ACTIVATIONS, SLIDING
-from mlxlm.config.model_config import is_unused_id
+from mlxlm.config.components import ACTIVATIONS, CHUNKED, SLIDING, SPARSE
+from mlxlm.config.model_config import MAX_LAYERS, is_unused_id
 from mlxlm.families.activations import normalize_activation
 from mlxlm.families.family import Family, HFConfig
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
@@ -42,6 +42,7 @@ _SAME_MODELS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 # Values of `quant_method` that `mlxlm.checkpoint` reads.
 SUPPORTED_QUANT_METHODS = (
@@ -81,8 +82,8 @@ def unsupported_feature(values: HFConfig) -> str | None:
     types = family.read_extra(values).get("layer_types", values.get("layer_types"))
     if isinstance(types, list | tuple):
         kinds = {
-            SLIDING: "sliding_window", "conv": "conv_L_cache", "linear_attention": "linear_num_key_heads",
-            "mamba": "mamba_n_heads",
+            SLIDING: "sliding_window", CHUNKED: "attention_chunk_size", "conv": "conv_L_cache", 
+            "linear_attention": "linear_num_key_heads", "mamba": "mamba_n_heads",
         }  # fmt: skip
         if missing := [kind for kind, name in kinds.items() if kind in types and not family.hf_names(name)]:
             return f"layer_types with {missing[0]} in a {model_type} model"
@@ -98,6 +99,8 @@ def text_part(values: HFConfig) -> HFConfig:
     if not isinstance(text, Mapping) or values.get("model_type") in FAMILIES or unsupported_feature(text):
         return values
     outer = {name: values[name] for name in _SHARED if values.get(name) is not None and text.get(name) is None}
+    if values.get("tie_word_embeddings") is not None:  # has priority in transformers 5
+        outer["tie_word_embeddings"] = values["tie_word_embeddings"]
     if isinstance(quantization := get_quantization_config(values), Mapping):
         outer["quantization"] = {(text_tensor_name(f"{k}.") or f"{k}.")[:-1]: v for k, v in quantization.items()}
     elif get_quant_method(values):
@@ -203,7 +206,9 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
     if (quantization := get_quantization_config(values)) is not None:
-        result["quantization"] = _read_quantization(quantization, family)
+        count, types = result["num_hidden_layers"], result.get("mlp_layer_types")
+        layers = family.file_layers(types or (SPARSE,) * min(count, MAX_LAYERS)) if family.mlp_layer_modules else []
+        result["quantization"] = _read_quantization(quantization, family, layers)
     return result
 
 
@@ -257,14 +262,14 @@ def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     return values, [f"{name} {text}" if len(text) <= _MAX_REPR else f"such {name}" for name, text in texts.items()]
 
 
-def _read_quantization(quantization: Any, family: Family) -> Any:
+def _read_quantization(quantization: Any, family: Family, layers: Sequence[tuple[int, Mapping[str, str]]]) -> Any:
     """MLX's quantization settings with the decoder's module names."""
     if not isinstance(quantization, Mapping):
         return quantization  # reported by validation
     result = {name: quantization[name] for name in _QUANTIZATION_FIELDS if name in quantization}
     for name, settings in quantization.items():
         if name not in _QUANTIZATION_FIELDS:
-            result |= dict.fromkeys(decoder_modules(family, name), settings)
+            result |= dict.fromkeys(decoder_modules(family, name, layers), settings)
     return result
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import DENSE, FULL, SLIDING, SPARSE
+from mlxlm.config.components import DENSE, FULL, NO_MLP, SLIDING, SPARSE
 from mlxlm.config.model_config import MAX_LAYERS
 
 HFConfig = Mapping[str, Any]  # a parsed config.json
@@ -38,6 +38,9 @@ class Family:
             has its number at "*". A parameter that belongs to another module in the file is listed by itself.
         layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
             are stacks of all experts, `[E, out, in]`, or `[E, in, out]` if `transposed`.
+        other_layer_tensors: The same of files that aren't written.
+        mlp_layer_modules: If set, feed-forwards are layers of their own in the file, after that of the mixer, and these
+            are the entries of `layer_modules` for them.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration; those of mlx_lm, if the second
             argument is true.
         interleaved: Fused modules or tensors of a layer whose parts are interleaved -> the field with the number of
@@ -72,7 +75,9 @@ class Family:
     head: str = "lm_head"
     top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
     layer_modules: Mapping[str, str] = field(default_factory=dict)
+    mlp_layer_modules: Mapping[str, str] = field(default_factory=dict)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
+    other_layer_tensors: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig, bool], Mapping[str, str]] = lambda config, for_mlx: {}
     interleaved: Mapping[str, str] = field(default_factory=dict)
     has_local_rope: bool = False
@@ -87,19 +92,27 @@ class Family:
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
 
+    def file_layers(self, mlp_layer_types: Sequence[str]) -> list[tuple[int, Mapping[str, str]]]:
+        """The decoder's layer that each layer of a file belongs to, and its modules: see `mlp_layer_modules`."""
+        result = []
+        for layer, kind in enumerate(mlp_layer_types):
+            result.append((layer, self.layer_modules))
+            if self.mlp_layer_modules and kind != NO_MLP:
+                result.append((layer, self.mlp_layer_modules))
+        return result
+
     def hf_names(self, field: str) -> tuple[str, ...]:
         """Hugging Face's names of a ModelConfig field, the preferred one first; empty if the family lacks the field."""
         names = self.fields.get(field, ())
         return (names,) if isinstance(names, str) else names
 
-    @property
-    def mlx_lm_layer_modules(self) -> dict[str, str]:
-        """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
+    def mlx_lm_modules(self, layer_modules: Mapping[str, str]) -> dict[str, str]:
+        """A table of modules with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
         result: dict[str, str] = {}
-        for name, modules in self.layer_modules.items():
-            names = self.mlx_lm_names.get(name, name).split()
-            if "*" in name:
-                names = [name.partition("experts.*")[0] + modules.removeprefix("mlp.")]
+        for name, modules in layer_modules.items():
+            is_stacked = "experts.*" in name
+            stacked = name.partition("experts.*")[0] + modules.removeprefix("mlp.") if is_stacked else name
+            names = self.mlx_lm_names.get(name, stacked).split()
             result |= dict(zip(names, modules.split() if len(names) > 1 else [modules], strict=True))
         return result
 
@@ -130,6 +143,12 @@ QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 # The experts of most mixtures, and their number, which transformers 5 saves by the second name.
 NUM_EXPERTS = "num_experts", "num_local_experts"
 EXPERTS = {f"mlp.experts.*.{name}": f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+# The experts as one stack of gates and up projections and one of down projections.
+FUSED_EXPERTS = {
+    "gate_up_proj": "mlp.switch_mlp.gate_proj.weight mlp.switch_mlp.up_proj.weight",
+    "down_proj": "mlp.switch_mlp.down_proj.weight",
+}
 
 SHARED_EXPERTS = {
     f"mlp.shared_experts.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")

@@ -1,4 +1,9 @@
-"""Mistral (Llama with a sliding window in every layer) and Ministral (in some layers)."""
+"""Mistral (Llama with a sliding window in every layer), Ministral (in some layers) and Ministral 3.
+
+Ministral 3 has YaRN and Llama 4's scale of queries, which grows with their position.
+"""
+
+from __future__ import annotations
 
 from mlxlm.families.family import LLAMA_FIELDS, Family, read_sliding_window, same_names, write_sliding_window
 
@@ -21,4 +26,12 @@ MINISTRAL = Family(
     defaults={**MISTRAL.defaults, "sliding_window": None},
     read_extra=lambda values: read_sliding_window(values, values.get("sliding_window", 4096)),
     write_extra=write_sliding_window,
+)
+
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    MISTRAL.fields,
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
+    mlx_lm_mismatch=lambda config: "ignores sliding_window" if config.sliding_window else None,
 )

@@ -3,7 +3,11 @@
 from mlxlm.families.family import NUM_EXPERTS, Family
 from mlxlm.families.mistral import MISTRAL
 
-_EXPERT_MODULES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+EXPERT_MODULES = {
+    "block_sparse_moe.gate": "mlp.gate",
+    **{f"block_sparse_moe.experts.*.{name}": f"mlp.switch_mlp.{ours}" for name, ours in _PROJECTIONS.items()},
+}
 
 MIXTRAL = Family(
     "mixtral",
@@ -17,8 +21,5 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
     },
     read_extra=lambda values: {"moe_intermediate_size": values.get("intermediate_size")},
-    layer_modules={
-        "block_sparse_moe.gate": "mlp.gate",
-        **{f"block_sparse_moe.experts.*.{name}": f"mlp.switch_mlp.{ours}" for name, ours in _EXPERT_MODULES.items()},
-    },
+    layer_modules=EXPERT_MODULES,
 )

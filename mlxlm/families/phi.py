@@ -1,6 +1,6 @@
 """Phi 1, 1.5 and 2: parallel sublayers that share a LayerNorm, partial rotary positions, and biases everywhere."""
 
-from mlxlm.families.family import COMMON_FIELDS, GPT_VALUES, Family, first_unexpected, same_names
+from mlxlm.families.family import COMMON_FIELDS, GPT_VALUES, Family, read_bool, same_names
 
 PHI = Family(
     "phi",
@@ -17,11 +17,15 @@ PHI = Family(
         "mlp_bias": True,
         "head_bias": True,
     },
-    find_unsupported=lambda values: first_unexpected(values, qk_layernorm=False),
+    read_extra=lambda values: {"qk_norm": "layer" if read_bool(values, "qk_layernorm", False) else None},
+    write_extra=lambda config: {"qk_layernorm": config.qk_norm is not None},
     top_modules={"embed_tokens": "embed_tokens", "final_layernorm": "norm"},
     layer_modules={
         "self_attn.dense": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
         "mlp.fc1": "mlp.up_proj",
         "mlp.fc2": "mlp.down_proj",
     },
+    mlx_lm_mismatch=lambda config: "has no norms of queries and keys" if config.qk_norm else None,
 )

@@ -13,6 +13,7 @@ from mlxlm.config.components import DENSE, FULL
 from mlxlm.config.model_config import MAX_LAYERS
 from mlxlm.families.family import (
     EXPERTS,
+    FUSED_EXPERTS,
     LLAMA_FIELDS,
     NUM_EXPERTS,
     Family,
@@ -125,6 +126,16 @@ QWEN2_MOE = Family(
 )
 
 
+_STACKS = {f"mlp.experts.{name}": tensors for name, tensors in FUSED_EXPERTS.items()}
+
+
+def _read_qwen3_moe(values: HFConfig) -> dict[str, Any]:
+    """That of Qwen3-VL always normalizes the scores."""
+    is_vl = values.get("model_type") == "qwen3_vl_moe_text"
+    scores = {"norm_topk_prob": True} if is_vl else {}
+    return {"sliding_window": _window(values), **_read_dense_layers(values), **scores}
+
+
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -138,10 +149,12 @@ QWEN3_MOE = Family(
         "norm_topk_prob": False,
     },
     fixed_values=QWEN3.fixed_values,
-    read_extra=lambda values: {"sliding_window": _window(values), **_read_dense_layers(values)},
+    read_extra=_read_qwen3_moe,
     write_extra=lambda c: {**_write_dense_layers(c), "use_sliding_window": c.sliding_window is not None},
     find_unsupported=_unsupported_experts,
     layer_modules=EXPERTS,
+    other_layer_tensors=_STACKS,  # Qwen3-VL
+    transposed=frozenset(_STACKS),
 )
 
 
@@ -219,8 +232,6 @@ QWEN3_5 = Family(
     ignored_prefixes=("mtp.",),
 )  # fmt: skip
 
-_STACK = "mlp.switch_mlp.{}_proj.weight"
-
 QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
@@ -242,10 +253,7 @@ QWEN3_5_MOE = replace(
     fixed_values={**_LINEAR_VALUES, "shared_expert_gate": True},
     multimodal_type="qwen3_5_moe",
     layer_modules={**QWEN3_5.layer_modules, **EXPERTS},
-    layer_tensors={
-        "mlp.experts.gate_up_proj": f"{_STACK.format('gate')} {_STACK.format('up')}",
-        "mlp.experts.down_proj": _STACK.format("down"),
-    },
+    layer_tensors=_STACKS,
 )
 
 QWEN3_NEXT = Family(

@@ -9,6 +9,9 @@ from mlxlm.families.bloom import BLOOM
 from mlxlm.families.cohere import COHERE, COHERE2
 from mlxlm.families.cwm import CWM
 from mlxlm.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from mlxlm.families.dots1 import DOTS1
+from mlxlm.families.ernie4_5 import ERNIE4_5
+from mlxlm.families.exaone import EXAONE
 from mlxlm.families.exaone4 import EXAONE4
 from mlxlm.families.falcon import FALCON
 from mlxlm.families.family import Family
@@ -18,11 +21,15 @@ from mlxlm.families.gpt2 import GPT2
 from mlxlm.families.gpt_neox import GPT_NEOX
 from mlxlm.families.gpt_oss import GPT_OSS
 from mlxlm.families.granite import GRANITE, GRANITE_HYBRID
+from mlxlm.families.helium import HELIUM
 from mlxlm.families.lfm2 import LFM2, LFM2_MOE
 from mlxlm.families.llama import LLAMA
-from mlxlm.families.mistral import MINISTRAL, MISTRAL
+from mlxlm.families.llama4 import LLAMA4
+from mlxlm.families.minimax import MINIMAX_M2
+from mlxlm.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from mlxlm.families.mixtral import MIXTRAL
 from mlxlm.families.mlxlm import MLXLM
+from mlxlm.families.nemotron_h import NEMOTRON_H
 from mlxlm.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from mlxlm.families.opt import OPT
 from mlxlm.families.phi import PHI
@@ -39,7 +46,8 @@ _ORDER = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
     MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
-    LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GRANITE_HYBRID,
+    LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GRANITE_HYBRID, NEMOTRON_H, MINISTRAL3, LLAMA4, ERNIE4_5,
+    HELIUM, EXAONE, DOTS1, MINIMAX_M2,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

@@ -18,17 +18,20 @@ from mlxlm.utils.errors import ConfigError, short_repr
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
+_QUERY_SCALE = "llama_4_scaling_beta"
 _SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 # transformers' defaults where mlx_lm's models have others. The usual ones are 10000 and 1.
 _DEFAULTS: dict[Any, dict[str, float]] = {
     "phi3": {_ORIGINAL_LENGTH: 4096},
     **dict.fromkeys(("cohere2", "exaone_moe", "falcon_h1", "glm4_moe_lite", "minicpm3"), {_THETA: 1e4}),
     **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
-    **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
+    **dict.fromkeys(("bitnet", "cohere", "ernie4_5", "exaone", "llama4_text"), {_THETA: 5e5}),
     **dict.fromkeys(("glm", "glm4_moe", "phi"), {_PARTIAL: 0.5}),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), {_PARTIAL: 0.25}),
     **dict.fromkeys(("lfm2", "lfm2_moe", "mixtral", "phimoe"), {_THETA: 1e6}),
     "smollm3": {_THETA: 2e6},
+    "helium": {_THETA: 1e5},
+    "minimax_m2": {_THETA: 5e6},
     "gpt_oss": {_THETA: 1.5e5},
 }
 _DEFAULT_SCALINGS: dict[Any, dict[str, Any]] = {
@@ -40,8 +43,13 @@ _DEFAULT_SCALINGS: dict[Any, dict[str, Any]] = {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         _ORIGINAL_LENGTH: 4096,
     },
+    "ministral3": {
+        "rope_type": "yarn", _THETA: 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, _ORIGINAL_LENGTH: 16384, _QUERY_SCALE: 0.1,
+    },
 }  # fmt: skip
-_SCALED_BY_DEFAULT = ("apertus", "ministral3", "mistral4")
+_SCALED_BY_DEFAULT = ("apertus", "mistral4")
+_SCALES_QUERIES = ("ministral3", "mlxlm")  # models that read _QUERY_SCALE
 # Models whose layer types have their own settings: the field of each base in older files, and its default.
 _LAYER_TYPE_BASES: dict[Any, dict[str, tuple[str, float]]] = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text"), {FULL: (_THETA, 1e6), SLIDING: ("rope_local_base_freq", 1e4)}),
@@ -140,6 +148,8 @@ def unsupported_rope(values: HFConfig, family: Family) -> str | None:
         rope = rope[FULL]
     if rope["rope_type"] != "default" and rope["rope_type"] not in SCALINGS:
         return f"rope_type {rope['rope_type']!r}"
+    if family.model_type == "ministral3" and (rope["rope_type"] != "yarn" or _QUERY_SCALE not in rope):
+        return f"ministral3 model without YaRN and {_QUERY_SCALE}"
     factor = rope.get(_PARTIAL)
     if not family.hf_names(_PARTIAL) and factor not in (None, 1):
         return f"{_PARTIAL} {factor!r} in a {family.model_type} model"
@@ -160,8 +170,10 @@ def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
         result["rope_local_base_freq"] = local[_THETA]
     if rope["rope_type"] == "default":
         return result
-    scaling = {name: rope[name] for name in ("rope_type", *SCALINGS[rope["rope_type"]]) if name in rope}
-    return {**result, "rope_scaling": scaling}
+    names = {"rope_type", *SCALINGS[rope["rope_type"]]}
+    if family.model_type not in _SCALES_QUERIES:
+        names.discard(_QUERY_SCALE)
+    return {**result, "rope_scaling": {name: value for name, value in rope.items() if name in names}}
 
 
 def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, Any]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxlm.families.family import COMMON_FIELDS, Family, HFConfig, first_unexpected, read_bool, same_names
+from mlxlm.config import ModelConfig
+from mlxlm.families.family import COMMON_FIELDS, Family, HFConfig, read_bool, same_names
 
 
 def _read(values: HFConfig) -> dict[str, Any]:
     """Parallel sublayers share a norm."""
     parallel = read_bool(values, "use_parallel_residual", False)
-    return {"parallel_residual": parallel, "shared_norm": parallel}
+    qk_norm = "layer_per_head" if read_bool(values, "qk_layernorm", False) else None
+    return {"parallel_residual": parallel, "shared_norm": parallel, "qk_norm": qk_norm}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {"use_parallel_residual": config.parallel_residual, "qk_layernorm": config.qk_norm is not None}
 
 
 STABLELM = Family(
@@ -22,6 +28,6 @@ STABLELM = Family(
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
     fixed_values={"norm": "layer", "attention_out_bias": False},
     read_extra=_read,
-    write_extra=lambda config: {"use_parallel_residual": config.parallel_residual},
-    find_unsupported=lambda values: first_unexpected(values, qk_layernorm=False),
+    write_extra=_write,
+    layer_modules={f"self_attn.{x}_layernorm.norms.*": f"self_attn.{x}_norm" for x in "qk"},
 )

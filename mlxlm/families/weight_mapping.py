@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import SPARSE
 from mlxlm.families.family import KV_B_PARTS, KV_B_PROJ, Family, same_names
 from mlxlm.families.registry import family_of
 
@@ -33,7 +34,11 @@ class WeightMapping:
         channel_axis: Axis of size 1 that a convolution's weight, `[channels, taps]` in the decoder, has in the file: 1
             as in PyTorch, 2 as in MLX. 0: no convolution.
         offset: The weight in the file is that of the decoder plus this.
+        head_vectors: With N heads, the decoder's vector is a matrix of N rows in the file, or with `experts` N vectors.
+            0: neither.
         stacked: The first axis is that of the experts, the second one that of the rows.
+        is_read_only: Files that are written have another mapping of these modules. Of a stack, `[E, out, in]` is read,
+            too, as transformers 5 saves Qwen3-VL.
     """
 
     name: str
@@ -47,7 +52,9 @@ class WeightMapping:
     per_head: bool = False
     channel_axis: int = 0
     offset: float = 0.0
+    head_vectors: int = 0
     stacked: bool = False
+    is_read_only: bool = False
 
     @property
     def row_axis(self) -> int:
@@ -70,10 +77,9 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     family = family_of(config)
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
-    layer_modules = family.mlx_lm_layer_modules if for_mlx else dict(family.layer_modules)
-    layer_modules |= family.extra_layer_modules(config, for_mlx)
+    extra = dict(family.extra_layer_modules(config, for_mlx))
     if family.rope_interleaved:
-        layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
+        extra |= same_names("self_attn.q_proj", "self_attn.k_proj")
     matrices = {
         f"model.layers.{i}.{matrix.module}": matrix
         for i, kind in enumerate(config.layer_sublayers)
@@ -81,20 +87,32 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         for matrix in sublayer.matrices
     }
     modules_of |= {name: (name,) for name, matrix in matrices.items() if matrix.group == "convolution"}
-    for i in range(config.num_hidden_layers):
-        for name, fused in layer_modules.items():
+    mlps = config.mlp_layer_types or (SPARSE,) * config.num_hidden_layers
+    for file_layer, (i, layer_modules) in enumerate(family.file_layers(mlps)):
+        table = family.mlx_lm_modules(layer_modules) if for_mlx else layer_modules
+        for name, fused in {**table, **extra}.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
-            modules_of[f"{family.prefix}{family.layers}.{i}.{name}"] = modules
+            modules_of[f"{family.prefix}{family.layers}.{file_layer}.{name}"] = modules
+    q, k = config.num_attention_heads, config.num_key_value_heads
+    heads_of = {"q_proj": q, "q_norm": q, "k_proj": k, "k_norm": k}
     mappings = []
     for name, modules in modules_of.items():
         stored = _mlx_lm_name(family, name) if for_mlx else name
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
+        part = modules[0].rpartition(".")[2]
+        heads = heads_of.get(part, 0)
+        interleaved = heads if family.rope_interleaved else 0
         if for_mlx and family.mlx_lm_adds_one and modules[0].endswith("norm"):
             mappings.append(WeightMapping(stored, modules, offset=1.0))
         elif modules[0] in matrices and matrices[modules[0]].group == "convolution":
             mappings.append(WeightMapping(stored, modules, channel_axis=2 if for_mlx else 1))
+        elif heads and config.qk_norm == "layer_per_head" and part.endswith("norm"):
+            each = heads if "*" in name else 0
+            mappings.append(
+                WeightMapping(
+                    stored, modules, (), 1, False, interleaved, config.rotary_dims, experts=each, head_vectors=heads
+                )
+            )
         elif "*" in name:
             mappings.append(WeightMapping(name, modules, experts=config.num_experts or 0))
         elif len(modules) > 1:
@@ -107,12 +125,19 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed, stacked=stacked))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
-    for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
+    layer_tensors = {} if for_mlx else {**family.layer_tensors, **family.other_layer_tensors}
+    for i, (name, fused) in product(range(config.num_hidden_layers), layer_tensors.items()):
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
+        if tensors[0].rpartition(".")[0] not in matrices:  # of another kind of layer
+            continue
         rows = tuple(matrices[tensor.rpartition(".")[0]].outputs for tensor in tensors)
-        full_name = f"{family.prefix}{family.layers}.{i}.{name}"
         groups = getattr(config, family.interleaved[name]) if name in family.interleaved else 1
-        mappings.append(WeightMapping(full_name, tensors, rows, groups, name in family.transposed, stacked=True))
+        full_name = f"{family.prefix}{family.layers}.{i}.{name}"
+        is_read_only = name in family.other_layer_tensors
+        transposed = name in family.transposed
+        mappings.append(
+            WeightMapping(full_name, tensors, rows, groups, transposed, stacked=True, is_read_only=is_read_only)
+        )
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
         mappings += kv_b_mappings(config)
     return mappings
@@ -163,16 +188,23 @@ def is_mlx_layout(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> b
         shapes: Shape of each tensor, by its name in the file. A convolution's is `[C, taps, 1]` in MLX.
     """
     own_names = bool(family_of(config).mlx_lm_prefixes)
+    stacks = re.compile(r"\.(switch_mlp|experts)\.(gate|up|down)_proj\.")
     return any(
-        ".switch_mlp." in name
+        stacks.search(name)
         or (own_names and name.startswith("model."))
         or (name.endswith(".conv1d.weight") and len(shape) == 3 and shape[1] > shape[2])
         for name, shape in shapes.items()
     )
 
 
-def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
-    """The decoder's modules in a module of mlx_lm, such as ("model.layers.0.self_attn.q_proj", ...)."""
+def decoder_modules(family: Family, name: str, file_layers: Sequence[tuple[int, Mapping[str, str]]]) -> tuple[str, ...]:
+    """The decoder's modules in a module of mlx_lm, such as ("model.layers.0.self_attn.q_proj", ...).
+
+    Args:
+        family: The family of the model.
+        name: The module's name.
+        file_layers: See `Family.file_layers`.
+    """
     for hf_prefix, mlx_prefix in family.mlx_lm_prefixes:
         if name.startswith(mlx_prefix):
             name = hf_prefix + name.removeprefix(mlx_prefix)
@@ -180,9 +212,11 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
     if name == family.head:
         return ("lm_head",)
     rest = name.removeprefix(family.prefix)
-    if match := re.fullmatch(rf"{family.layers}\.(\d+)\.(.+)", rest):
-        fused = {KV_B_PROJ: KV_B_PARTS, **family.mlx_lm_layer_modules}.get(match[2], match[2])
-        return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
+    if match := re.fullmatch(rf"{family.layers}\.(\d{{1,9}})\.(.+)", rest):
+        number = int(match[1])
+        layer, modules = file_layers[number] if number < len(file_layers) else (number, family.layer_modules)
+        fused = {KV_B_PROJ: KV_B_PARTS, **family.mlx_lm_modules(modules)}.get(match[2], match[2])
+        return tuple(f"model.layers.{layer}.{module}" for module in fused.split())
     return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import islice
 from operator import getitem, is_
-from typing import Any
+from typing import Any, Self
 
 from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx, nn
@@ -31,7 +32,7 @@ from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
-from mlxlm.model.positions import RotaryEmbedding
+from mlxlm.model.positions import QueryTemperature, RotaryEmbedding
 from mlxlm.utils.errors import MlxlmError
 
 _MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
@@ -225,10 +226,21 @@ class LayerStep:
         self._shared, self.buffers = shared, buffers
         self._group, self._first, self._end, *_, self._window = layout
         self.offset = shared.offset
+        self._chunk: int | None = None
+
+    def in_chunk(self, size: int) -> Self:
+        """The same cache, of which a row sees only the chunk of `size` positions that its token is in."""
+        other = copy(self)
+        other._chunk = size
+        return other
 
     def angles(self, rope: RotaryEmbedding, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
         """Return `rope.angles` at the rows' positions, computed once for all layers with the same base."""
         return self._shared.once(("angles", rope.is_local, dtype), lambda: rope.angles(self.offset, dtype))
+
+    def temperatures(self, temperature: QueryTemperature) -> mx.array:
+        """Return the factors of `temperature` at the rows' positions, `[B, 1, 1, 1]`, computed once for all layers."""
+        return self._shared.once(("temperatures", temperature), lambda: temperature(self.offset[:, None]))
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -249,7 +261,7 @@ class LayerStep:
         """The first key of each row, and the one after its last, int32 `[B, 2]`."""
 
         def compute() -> mx.array:
-            starts, end = self._shared.starts[self._group], self._shared.ends[self._group]
+            starts, end = self._starts, self._shared.ends[self._group]
             ranges = mx.stack([starts, mx.broadcast_to(end + 1, starts.shape)], axis=1)
             return mx.maximum(ranges - self._first, 0)
 
@@ -265,7 +277,7 @@ class LayerStep:
 
         def compute() -> mx.array:
             indices, end = self._indices(), self._shared.ends[self._group]
-            visible = (indices <= end) & (indices >= self._shared.starts[self._group][:, None])
+            visible = (indices <= end) & (indices >= self._starts[:, None])
             if window is not None:
                 visible = visible & (indices > end - window)
             visible = visible[:, None, None]
@@ -273,11 +285,18 @@ class LayerStep:
 
         return self._once("mask", compute, window, heads)
 
+    @property
+    def _starts(self) -> mx.array:
+        starts = self._shared.starts[self._group]
+        if self._chunk is None:
+            return starts
+        return mx.maximum(starts, self._shared.ends[self._group] - self.offset % self._chunk)
+
     def _indices(self) -> mx.array:
         return mx.arange(self._first, self._end, dtype=mx.int32)
 
     def _once(self, name: str, compute: Callable[[], mx.array], *arguments: int | None) -> mx.array:
-        return self._shared.once((name, self._group, self._first, self._end, *arguments), compute)
+        return self._shared.once((name, self._group, self._first, self._end, self._chunk, *arguments), compute)
 
 
 class MlxLmLayerStep(MlxLmKeysAndValues, LayerStep):

@@ -51,8 +51,8 @@ def attention(
         sinks: `[H]`, attention sinks: exp(sink) is added to the sum of exp(scores) that divides the weights of a query.
         first: int32 `[B]`, left padding: the index of the first key of each batch entry; queries see no key before
             it. Queries before it return finite values without meaning.
-        segment_ids: int32 `[B, T]`, T = S, non-decreasing: the text of each position (sequence packing). A query
-            only sees keys of its own text.
+        segment_ids: int32 `[B, S]`, non-decreasing: the text of each key (sequence packing), or its chunk. A query
+            only sees keys of its own.
         training: Whether a gradient is needed. Without it, not every implementation has one.
 
     Returns:

@@ -150,7 +150,7 @@ class _Scores:
         distance = relative_positions(stop - start, seen - first)
         padding = None if self.first is None else self.first - first
         ids = self.segment_ids
-        segments = None if ids is None else (ids[:, start:stop], ids[:, first:seen])
+        segments = None if ids is None else (ids[:, seen - (stop - start) : seen], ids[:, first:seen])
         bias = mx.where(causal_mask(distance, self.window, padding, segments), 0.0, -mx.inf)
         if self.slopes is None:
             return mx.tile(bias, (self.G, 1))

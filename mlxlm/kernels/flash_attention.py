@@ -53,7 +53,7 @@ def tiled_attention(
         scale: Multiplies the scores.
         window: Sliding window: a query sees only the last `window` keys, including its own.
         sinks: `[H]`, attention sinks.
-        segment_ids: int32 `[B, T]`, T = S, non-decreasing: a query only sees keys of its own text.
+        segment_ids: int32 `[B, S]`, non-decreasing: a query only sees keys of its own text.
 
     Returns:
         `[B, H, T, D]` in the inputs' dtype. A query that sees no key (T > S) gives 0 and has no gradient.
@@ -112,8 +112,8 @@ def _visible(
     first, end = mx.zeros((T,), mx.int32), mx.full((S,), T, mx.int32)
     if segment_ids is not None:
         edge, begins = mx.ones((B, 1), mx.bool_), segment_ids[:, 1:] != segment_ids[:, :-1]
-        first = mx.cummax(mx.where(mx.concatenate([edge, begins], axis=1), index, 0), axis=1)
-        end = mx.cummin(mx.where(mx.concatenate([begins, edge], axis=1), index + 1, S), axis=1, reverse=True)
+        first = mx.cummax(mx.where(mx.concatenate([edge, begins], axis=1), index, 0), axis=1)[:, S - T :]
+        end = mx.cummin(mx.where(mx.concatenate([begins, edge], axis=1), index + 1, S), axis=1, reverse=True) - (S - T)
     if window is not None:
         first = mx.maximum(first, positions - (window - 1))
         end = mx.minimum(end, index + (window - S + T))

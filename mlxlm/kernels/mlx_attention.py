@@ -33,11 +33,12 @@ def mlx_attention(
     mask = "causal" if T > 1 else None
     if window is not None and (skip := max(0, S - T - window + 1)):
         keys, values, S = keys[:, :, skip:], values[:, :, skip:], S - skip
+        segment_ids = None if segment_ids is None else segment_ids[:, skip:]
         first = None if first is None else mx.maximum(first - skip, 0)
-    if on_cpu and T == 1 and queries.size // queries.shape[3] * S >= MANY_SCORES:
+    if on_cpu and T == 1 and segment_ids is None and queries.size // queries.shape[3] * S >= MANY_SCORES:
         return _decode_cpu(queries, keys, values, scale, sinks, first)
     if first is not None or segment_ids is not None or (window is not None and T > 1 and window < S):
-        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        segments = None if segment_ids is None else (segment_ids[:, S - T :], segment_ids)
         mask = causal_mask(relative_positions(T, S), window, first, segments)
     sinks = None if sinks is None else sinks.astype(queries.dtype)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
@@ -80,7 +81,7 @@ def _attention_cpu(
         # Stack the heads of a group as rows, for one product instead of several.
         rows = queries[:, :, :, start:stop].reshape(B, kv_heads, groups * (stop - start), D)
         padding = None if first is None else first - skip
-        segments = None if segment_ids is None else (segment_ids[:, start:stop], segment_ids[:, skip:seen])
+        segments = None if segment_ids is None else (segment_ids[:, S - T + start : seen], segment_ids[:, skip:seen])
         visible = causal_mask(relative_positions(stop - start, seen - skip), window, padding, segments)
         mask = mx.tile(mx.where(visible, 0.0, -mx.inf), (groups, 1))
         block, *_ = _attend(rows, keys[:, :, skip:seen], values[:, :, skip:seen], mask)

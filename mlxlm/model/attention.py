@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
@@ -9,8 +10,14 @@ from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention, masked_attention, prepare_masked_attention, qk_norm_rope
 from mlxlm.model.linear import FusedLinear, Linear
-from mlxlm.model.norms import RMSNorm, split_rms_norm
-from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
+from mlxlm.model.norms import make_qk_norm, split_rms_norm
+from mlxlm.model.positions import (
+    QueryTemperature,
+    RotaryEmbedding,
+    alibi_slopes,
+    packed_position_ids,
+    position_ids,
+)
 
 
 class Attention(nn.Module):
@@ -26,7 +33,7 @@ class Attention(nn.Module):
         h, d, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
         self.scale = (config.query_pre_attn_scalar or d) ** -0.5
-        self.window = config.window(layer)
+        self.window, self.chunk = config.window(layer), config.chunk(layer)
         self.softcap = None if config.attn_logit_softcapping is None else float(config.attn_logit_softcapping)
         out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
         self.q_proj = Linear(h, self.heads * d, bias=bias)
@@ -38,13 +45,14 @@ class Attention(nn.Module):
         if config.attention_sinks:
             self.sinks = mx.zeros(self.heads)
         self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
-        if self.qk_norm is not None:
-            whole = self.qk_norm == "projection"
-            eps, offset = config.rms_norm_eps, config.norm_unit_offset
-            self.q_norm = RMSNorm(self.heads * d if whole else d, eps, offset)
-            self.k_norm = RMSNorm(self.kv_heads * d if whole else d, eps, offset)
+        self.eps = float(config.rms_norm_eps)
+        if self.qk_norm == "l2" and not config.has_rope(layer):
+            self.qk_norm = None
+        elif self.qk_norm not in (None, "l2"):
+            self.q_norm, self.k_norm = make_qk_norm(config, self.heads), make_qk_norm(config, self.kv_heads)
         is_local = self.window is not None and config.rope_local_base_freq is not None
         self.rope = RotaryEmbedding(config, is_local) if config.has_rope(layer) else None
+        self.temperature = QueryTemperature.of(config, layer)
         self._slopes = None  # not a parameter: MLX skips names that begin with an underscore
         self._slope_scale = self.scale if config.alibi_scaled else 1.0
         if config.positions == "alibi":
@@ -103,9 +111,12 @@ class Attention(nn.Module):
         if "gate_proj" in self:
             projected, gate = mx.split(projected, [(self.heads + 2 * self.kv_heads) * self.head_dim], axis=-1)
         queries, keys, values = self.split_and_rotate(projected, angles)
+        if self.temperature is not None:
+            queries = queries * cache.temperatures(self.temperature).astype(queries.dtype)
         keys, values = cache.update_and_fetch(keys, values)
+        visible = cache if self.chunk is None else cache.in_chunk(self.chunk)
         out = masked_attention(
-            queries, keys, values, self.scale, cache,
+            queries, keys, values, self.scale, visible,
             window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"),
         )  # fmt: skip
         return self._project_out(_gated(out.reshape(x.shape[0], self.heads * self.head_dim), gate))
@@ -124,12 +135,17 @@ class Attention(nn.Module):
         if self.qk_norm == "projection":
             queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
             projected = mx.concatenate([*self._norm_projections(queries, keys), values], axis=-1)
-        projected = self._clipped(projected)
-        norms, eps = None, 0.0
+        heads = self._clipped(projected).reshape(-1, H + 2 * K, 1, D)
+        norms = None
         if self.qk_norm == "head":
-            norms, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
+            norms = self.q_norm.scale, self.k_norm.scale
+        elif self.qk_norm == "l2":
+            norms = (_ones(D, heads.dtype),) * 2
+        elif self.qk_norm in ("layer", "layer_per_head"):
+            queries, keys, values = mx.split(heads, [H, H + K], axis=1)
+            heads = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=1)
         rope, scale = (None, None) if self.rope is None else (self.rope.fixed, self.rope.query_scale)
-        queries, keys, values = qk_norm_rope(projected.reshape(-1, H + 2 * K, 1, D), H, norms, eps, rope, angles)
+        queries, keys, values = qk_norm_rope(heads, H, norms, self.eps, rope, angles)
         return queries if scale is None else queries * scale.astype(queries.dtype), keys, values
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
@@ -156,14 +172,24 @@ class Attention(nn.Module):
             queries, keys = self._norm_projections(queries, keys)
         queries, keys, values = map(self._clipped, (queries, keys, values))
         queries, keys, values = split(queries, self.heads), split(keys, self.kv_heads), split(values, self.kv_heads)
-        if self.qk_norm == "head":
+        if self.qk_norm == "l2":
+            queries, keys = (mx.fast.rms_norm(x, None, self.eps) for x in (queries, keys))
+        elif self.qk_norm not in (None, "projection"):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
+        needs_positions = self.temperature is not None or self.chunk is not None
+        offset = cache.offset if needs_positions and cache is not None else 0
+        if self.temperature is not None:
+            positions = position_ids(offset, T)
+            positions = positions if segment_ids is None else packed_position_ids(segment_ids)
+            queries = queries * self.temperature(positions).astype(queries.dtype)
         first = None
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
             first = getattr(cache, "first", None)  # mlx_lm's caches don't have it
+        if self.chunk is not None:
+            segment_ids = _chunk_ids(self.chunk, offset + T - keys.shape[2], (B, keys.shape[2]), segment_ids)
         out = attention(
             queries, keys, values, self.scale,
             window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"), first=first,
@@ -183,6 +209,27 @@ class Attention(nn.Module):
 
     def _clipped(self, x: mx.array) -> mx.array:
         return x if self.clip is None else mx.clip(x, -self.clip, self.clip)
+
+
+def _chunk_ids(size: int, first: int | mx.array, shape: tuple[int, int], segment_ids: mx.array | None) -> mx.array:
+    """The chunk of each key, ascending int32 `[B, S]`; those of different documents differ.
+
+    Args:
+        size: Tokens of a chunk.
+        first: Position of the first key, or int32 `[B]`.
+        shape: B and S.
+        segment_ids: See `Attention`.
+    """
+    if segment_ids is not None:
+        return segment_ids * shape[1] + packed_position_ids(segment_ids) // size
+    return mx.broadcast_to(mx.maximum(position_ids(first, shape[1]), 0) // size, shape)
+
+
+@cache
+def _ones(size: int, dtype: mx.Dtype) -> mx.array:
+    ones = mx.ones(size, dtype)
+    mx.eval(ones)
+    return ones
 
 
 def _gated(out: mx.array, gate: mx.array | None) -> mx.array:

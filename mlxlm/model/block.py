@@ -68,11 +68,11 @@ class Block(nn.Module):
         super().__init__()
         self.norms, self.parallel = config.layer_norms, config.parallel_residual
         self.multiplier = float(config.residual_multiplier)
-        for name in self.norms.names:
+        for name in self.norms.names(config.has_mlp(layer)):
             setattr(self, name, make_norm(config))
         self.mixer_name, mixer = MIXERS[config.mixer(layer)]
         self[self.mixer_name] = mixer(config, layer)
-        self.mlp = MLPS[config.mlp(layer)](config)
+        self.mlp = MLPS[config.mlp(layer)](config) if config.has_mlp(layer) else None
         self.dropout = Dropout(dropout)
         self.process_group: ProcessGroup | None = None  # see `Decoder.split`
 
@@ -84,12 +84,14 @@ class Block(nn.Module):
     def fuse(self) -> None:
         """Fuse the projections of the same input, for decoding steps."""
         self.mixer.fuse()
-        self.mlp.fuse()
+        if self.mlp is not None:
+            self.mlp.fuse()
 
     def unfuse(self) -> None:
         """Forget the fused projections, so that memory doesn't hold them and new weights."""
         self.mixer.unfuse()
-        self.mlp.unfuse()
+        if self.mlp is not None:
+            self.mlp.unfuse()
 
     def __call__(
         self, residual: mx.array, hidden_states: mx.array | None, cache: Any = None, segment_ids: mx.array | None = None
@@ -110,9 +112,13 @@ class Block(nn.Module):
         if norms.after_addition:  # Vaswani et al. 2017, section 3.1
             hidden_states = self._sublayer_output(self.mixer(residual, cache, segment_ids))
             residual = add_norm(self[norms.attention_output], residual, hidden_states)[1]
+            if self.mlp is None:
+                return residual, None
             return add_norm(self[norms.mlp_output], residual, self._sublayer_output(self.mlp(residual)))[1], None
         residual, x = add_norm(self.get(norms.attention_input), residual, hidden_states)
         hidden_states = self._sublayer_output(self.mixer(x, cache, segment_ids), norms.attention_output)
+        if self.mlp is None:
+            return residual, hidden_states
         if self.parallel:
             x = x if norms.mlp_input is None else self[norms.mlp_input](residual)
             return residual, hidden_states + self._sublayer_output(self.mlp(x), norms.mlp_output)
@@ -166,7 +172,8 @@ def checkpointed_layer(
     return out if len(out) == 2 else (out[0], None)
 
 
-# By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
+# By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward,
+# which a layer may not have.
 MIXERS = {
     "attention": ("self_attn", Attention),
     "latent_attention": ("self_attn", LatentAttention),

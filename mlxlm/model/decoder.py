@@ -14,6 +14,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block, Dropout, checkpointed_layer
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
+from mlxlm.model.positions import packed_position_ids, position_ids
 from mlxlm.utils.errors import GenerationError
 
 
@@ -69,10 +70,8 @@ class SinusoidalPositions(nn.Module):
         return self._table[positions]
 
 
-def position_ids(first: int | mx.array, count: int, longest: int) -> mx.array:
-    """Return the positions from `first` on, `[count]`, or `[B, count]` for a `first` of `[B]`.
-
-    Left padding has position 0.
+def table_rows(first: int | mx.array, count: int, longest: int) -> mx.array:
+    """Return `position_ids` in a table of embeddings, where left padding has position 0.
 
     Raises:
         GenerationError: A position is beyond the table of `longest` rows. MLX doesn't check indices.
@@ -80,17 +79,7 @@ def position_ids(first: int | mx.array, count: int, longest: int) -> mx.array:
     last = (max(first.tolist()) if isinstance(first, mx.array) else first) + count
     if last > longest:
         raise GenerationError(f"position {last} is beyond the model's {longest} positions", "a shorter text")
-    if isinstance(first, mx.array):
-        return mx.maximum(first[:, None] + mx.arange(count), 0)
-    positions = mx.arange(first, first + count)
-    return positions if first >= 0 else mx.maximum(positions, 0)
-
-
-def packed_position_ids(segment_ids: mx.array) -> mx.array:
-    """Return the position of each token in its document, int `[B, T]`, from `segment_ids` `[B, T]`."""
-    index = mx.arange(segment_ids.shape[1])
-    begins = mx.concatenate([mx.ones_like(segment_ids[:, :1]), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-    return index - mx.cummax(mx.where(begins, index, 0), axis=1)
+    return mx.maximum(position_ids(first, count), 0)
 
 
 class Backbone(nn.Module):
@@ -135,7 +124,7 @@ class Backbone(nn.Module):
             if tokens.ndim == 1:
                 positions = offset
             elif segment_ids is None:
-                positions = position_ids(offset, tokens.shape[1], self.longest)
+                positions = table_rows(offset, tokens.shape[1], self.longest)
             else:
                 positions = packed_position_ids(segment_ids)
             residual = residual + self.embed_positions(positions + self.position_offset).astype(residual.dtype)

@@ -264,8 +264,12 @@ class MixtureOfExperts(nn.Module):
         weights = mx.take_along_axis(scores, chosen, axis=-1)
         if self.normalized:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        outputs = self.switch_mlp(tokens, chosen)
-        out = ((weights * self.scale)[:, None].astype(outputs.dtype) @ outputs).squeeze(-2)
+        weights = (weights * self.scale)[:, None].astype(tokens.dtype)
+        if self.router == "input_sigmoid":
+            pairs = (weights.swapaxes(1, 2) * tokens[:, None]).reshape(-1, tokens.shape[1])
+            out = self.switch_mlp(pairs, chosen.reshape(-1, 1)).reshape(*chosen.shape, -1).sum(axis=1)
+        else:
+            out = (weights @ self.switch_mlp(tokens, chosen)).squeeze(-2)
         if self.training and (self.router_aux_loss or self.router_z_loss):
             out = _with_loss(out, self._router_loss(logits, scores, chosen))
         out = out.reshape(x.shape)
@@ -290,7 +294,7 @@ class MixtureOfExperts(nn.Module):
 
     def _router_loss(self, logits: mx.array, scores: mx.array, chosen: mx.array) -> mx.array:
         """The losses of the router, times the number of tokens, as the loss of the model is a sum over tokens."""
-        if self.router == "sigmoid":
+        if self.router != "softmax":
             scores = scores / scores.sum(axis=-1, keepdims=True)
         share = expert_counts(chosen, self.num_experts) / chosen.size
         balance = self.num_experts * (share * scores.mean(axis=0)).sum()

@@ -62,6 +62,19 @@ class LayerNorm(nn.Module):
         return residual, self(residual)
 
 
+class LayerNormPerHead(nn.Module):
+    """LayerNorm of each head, with weights of its own and no bias."""
+
+    def __init__(self, heads: int, size: int, eps: float):
+        super().__init__()
+        self.weight = mx.ones((heads * size,))
+        self.eps = float(eps)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Normalize `x` `[B, H, T, D]` over its last axis."""
+        return mx.fast.layer_norm(x, None, None, self.eps) * self.weight.reshape(x.shape[1], 1, -1)
+
+
 Norm = RMSNorm | LayerNorm
 
 
@@ -70,6 +83,16 @@ def make_norm(config: ModelConfig) -> Norm:
     if config.norm != "rms":
         return LayerNorm(config.hidden_size, config.rms_norm_eps, NORMS[config.norm].vectors)
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
+
+
+def make_qk_norm(config: ModelConfig, heads: int) -> nn.Module:
+    """Make the norm of the queries or keys of `heads` heads, which has weights."""
+    size, eps, kind = config.head_dim, config.rms_norm_eps, config.qk_norm
+    if kind == "layer":
+        return LayerNorm(size, eps)
+    if kind == "layer_per_head":
+        return LayerNormPerHead(heads, size, eps)
+    return RMSNorm(heads * size if kind == "projection" else size, eps, config.norm_unit_offset)
 
 
 def add_norm(norm: Norm | None, residual: mx.array, hidden_states: mx.array | None) -> tuple[mx.array, mx.array]:

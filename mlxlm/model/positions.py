@@ -1,8 +1,8 @@
-"""Rotary position embeddings (RoPE) with their scalings, and ALiBi slopes."""
+"""Rotary position embeddings (RoPE) with their scalings, the temperature of queries, and ALiBi slopes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -118,6 +118,45 @@ class RotaryEmbedding:
         """Return the base for sequences longer than the model was trained on ("dynamic NTK")."""
         ratio = max(length, self.longest) / self.longest
         return self.base * (self.scaling_factor * ratio - (self.scaling_factor - 1)) ** (self.dims / (self.dims - 2))
+
+
+class QueryTemperature(NamedTuple):
+    """A factor on queries that grows with their position p: 1 + beta · log(1 + floor((p + shift) / length)).
+
+    It keeps attention of long texts from spreading over too many keys (Llama 4).
+    """
+
+    beta: float
+    length: float
+    shift: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> QueryTemperature | None:
+        """Return that of a layer, if it has one."""
+        scaling = config.rope_scaling or {}
+        if config.has_rope(layer):
+            beta = scaling.get("llama_4_scaling_beta")
+            return cls(beta, scaling["original_max_position_embeddings"], 0) if beta else None
+        if config.attn_scale is None or config.floor_scale is None:
+            return None
+        return cls(config.attn_scale, config.floor_scale, 1)
+
+    def __call__(self, positions: mx.array) -> mx.array:
+        """Return the factors `[..., 1, T, 1]` of queries at `positions` `[..., T]`, which are negative in padding."""
+        steps = mx.floor((mx.maximum(positions, 0) + self.shift) / self.length)
+        return (1 + self.beta * mx.log1p(steps))[..., None, :, None]
+
+
+def position_ids(first: int | mx.array, count: int) -> mx.array:
+    """Return the positions from `first` on, `[count]`, or `[B, count]` for a `first` of `[B]`."""
+    return (first[:, None] if isinstance(first, mx.array) else first) + mx.arange(count)
+
+
+def packed_position_ids(segment_ids: mx.array) -> mx.array:
+    """Return the position of each token in its document, int `[B, T]`, from `segment_ids` `[B, T]`."""
+    index = mx.arange(segment_ids.shape[1])
+    begins = mx.concatenate([mx.ones_like(segment_ids[:, :1]), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    return index - mx.cummax(mx.where(begins, index, 0), axis=1)
 
 
 def _array(values: list[float] | None) -> mx.array | None:

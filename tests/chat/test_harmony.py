@@ -184,6 +184,10 @@ def test_the_reasoning_effort_of_a_chat(gpt_oss, tmp_path):
     assert Chat.open(tmp_path / "chat.jsonl", lm, reasoning_effort="none").reasoning_effort == "none"
     with pytest.raises(GenerationError, match="reasoning_effort is 'much'"):
         chat.reasoning_effort = "much"
+    text = (tmp_path / "chat.jsonl").read_text().replace('"reasoning_effort": "low"', '"reasoning_effort": "much"')
+    (tmp_path / "other.jsonl").write_text(text)
+    with pytest.raises(GenerationError, match="line 1: reasoning_effort is 'much'"):
+        Chat.open(tmp_path / "other.jsonl", lm)
 
 
 def test_a_chat_that_is_stopped_in_its_reasoning(gpt_oss):

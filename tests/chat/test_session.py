@@ -339,6 +339,14 @@ def test_a_template_that_opens_the_block_itself(lm, tokens):
     assert chat.messages[-1].content == "<think>\n\n</think>\n\nyes"
 
 
+def test_an_effort_for_which_the_template_closes_the_block(lm, tokens):
+    variable = "<think>\n{{ '\n</think>\n\n' if enable_thinking is false }}"
+    tokens.chat_template = tokens.chat_template.replace("assistant|>\n{% endif", f"assistant|>\n{variable}{{% endif")
+    closed = Scripted(lm, "The fox.", "<|assistant|>\n<think>\n\n</think>\n\n")
+    chat = Chat(replace(lm, model=closed), reasoning_effort="none", temperature=0)
+    assert say(chat, "Hello!") == "The fox." and not any(piece.reasoning for piece in chat.ask("Why?"))
+
+
 def test_a_chat_with_another_model_continues_as_text(lm, tokens):
     chat = Chat(lm, logit_bias={7: -100}, **GREEDY)
     say(chat, "Hello!")

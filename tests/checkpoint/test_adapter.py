@@ -30,6 +30,11 @@ LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+LINEAR = {
+    **LLAMA, "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2, "head_dim": 8,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PATTERNS = {
     "rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.mlp.up_proj": 5},
@@ -133,6 +138,7 @@ PEFT_CASES = {
     "glm": ("glm", {**LLAMA, "head_dim": 16}, ["q_proj", "k_proj", "gate_up_proj"], {}),
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, ["query_key_value", "dense"], {}),
     "qwen3_moe": ("qwen3_moe", {**LLAMA, **EXPERTS, **ROPE}, ["q_proj", "embed_tokens"], {"use_rslora": True}),
+    "qwen3_5": ("qwen3_5_text", LINEAR, ["q_proj", "in_proj_qkv", "in_proj_b", "out_proj"], {"use_dora": True}),
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4},
               ["in_proj", "x_proj", "out_proj"], {}),
     "deepseek_v3": ("deepseek_v3", {**LLAMA, **LATENT, **ROPE}, ["kv_b_proj", "q_b_proj"], {"use_dora": True}),
@@ -237,6 +243,10 @@ GRANITE_VALUES = {
     "attention_multiplier": 0.3, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_bias": False,
     "rope_theta": 123.0, "intermediate_size": 64,
 }  # fmt: skip
+QWEN3_5_VALUES = {
+    "model_type": "qwen3_5",
+    "text_config": {**LINEAR, "model_type": "qwen3_5_text", "vocab_size": VOCABULARY},
+}
 MLX_LM_CASES = {
     "LoRA": (LLAMA_VALUES, {}),
     "LoRA of all layers": (LLAMA_VALUES, {"num_layers": 2, "keys": ["self_attn.q_proj", "mlp.down_proj"]}),
@@ -248,6 +258,8 @@ MLX_LM_CASES = {
     "gpt2 full": (GPT2_VALUES, {"kind": "full"}),
     "phi3": (PHI3_VALUES, {"kind": "dora", "keys": ["self_attn.qkv_proj", "mlp.gate_up_proj"]}),
     "phi3 full": (PHI3_VALUES, {"kind": "full"}),
+    "qwen3_5": (QWEN3_5_VALUES, {"num_layers": 2}),
+    "qwen3_5 full": (QWEN3_5_VALUES, {"num_layers": 2, "kind": "full"}),
     "mixture": (QWEN3_MOE_VALUES, {"num_layers": 2}),
     "mixture, DoRA": (QWEN3_MOE_VALUES, {"kind": "dora", "keys": ["self_attn.q_proj", "mlp.gate"]}),
     "mixture, full": (QWEN3_MOE_VALUES, {"kind": "full"}),

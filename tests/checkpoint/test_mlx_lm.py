@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.mlx_lm import model as mlx_lm_model
-from mlxlm.checkpoint.mlx_lm.config_fields import to_mlx_lm_config
 from mlxlm.checkpoint.mlx_lm.model import build_model
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.cli.main import _run
@@ -209,8 +208,3 @@ def test_default_sizes_of_the_architecture(tmp_path):
     model, _ = build_model(values)
     assert mlx_lm_model._count(text, model, "vocab_size") == 262_208
     assert mlx_lm_model._count(text, model, "max_position_embeddings") == 131_072
-
-
-def test_llama4_with_empty_no_rope_layers():
-    values = {"num_hidden_layers": 4, "no_rope_layers": [], "model_type": "llama4_text"}
-    assert to_mlx_lm_config(values) == to_mlx_lm_config({**values, "no_rope_layers": None}) | {"no_rope_layers": []}

@@ -1,5 +1,7 @@
 """Parts of checkpoints for several processes: their logits together, what each reads, and what can't be split."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,8 @@ KINDS = {
     "sinks and gates": {**EXPERTS, "attention_sinks": True, "attn_output_gate": True, "mlp_bias": True,
                         "router_bias": True, "swiglu_limit": 7.0},
     "norms over all heads": {"qk_norm": "projection"},
+    "norms of each head": {"qk_norm": "layer_per_head"},
+    "scaled inputs of experts": {**EXPERTS, "router": "input_sigmoid", "shared_expert_intermediate_size": 32},
     "latent attention": {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_key_value_heads": 4, "attention_bias": True, **EXPERTS, "router": "sigmoid",
@@ -80,6 +84,8 @@ def test_the_parts_give_the_logits_of_the_whole(kind, size):
     whole = logits_of(model)
     for part in run_split(lambda: in_memory(model), size, logits_of):
         close(part, whole)
+    part = split_checkpoint(in_memory(model), size - 1, size)
+    assert part.config.parameter_count() == sum(math.prod(tensor.shape) for tensor in part.tensors.values())
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(None, "grouped-query"), (4, "grouped-query"), (4, "short convolutions")])

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import QK_NORMS
 from mlxlm.config.counts import count_parameters, matrix_parameters, mean_attended_keys
 from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
@@ -40,7 +41,7 @@ def configs(draw):
         shared_norm=parallel and draw(st.booleans()),
         positions=draw(st.sampled_from(["rope", "learned", "sinusoidal", "alibi", "none"])),
         position_offset=draw(st.sampled_from([0, 2])),
-        qk_norm=draw(st.sampled_from([None, "head", "projection"])),
+        qk_norm=draw(st.sampled_from([None, *QK_NORMS])),
         mlp_gated=draw(st.booleans()),
         embedding_norm=draw(st.booleans()),
         sliding_window=draw(st.sampled_from([None, 3])),

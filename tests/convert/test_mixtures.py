@@ -42,15 +42,25 @@ def test_converted_models_are_equal_and_read_by_mlx_lm(kind, tmp_path, tiny_toke
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
-def test_dtypes_and_what_the_class_keeps_in_float32(tmp_path, tiny_tokenizer):
-    source = write_mixture(tmp_path / "source", "exaone_moe", tiny_tokenizer, "float32")
-    report = convert(source, tmp_path / "out", dtype="bfloat16")
+FLOAT32 = {
+    ("exaone_moe", "bfloat16"): {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)},
+    ("qwen3_5_moe_text", "float16"): {"model.layers.0.linear_attn.A_log"},
+}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FLOAT32)
+def test_dtypes_and_what_stays_in_float32(kind, dtype, tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", kind, tiny_tokenizer, "float32")
+    report = convert(source, tmp_path / "out", dtype=dtype)
     checks = {check.name: check for check in report.checks}
-    assert checks["tensors"].detail == "rounded to BF16" and checks["logits"].result == "within rounding"
+    assert (
+        checks["tensors"].detail == f"rounded to {'BF16' if dtype == 'bfloat16' else 'F16'}"
+        and checks["logits"].result == "within rounding"
+    )
     dtypes = {name: value.dtype for name, value in load_weights(tmp_path / "out").items()}
     kept = {name for name, dtype in dtypes.items() if dtype == mx.float32}
-    assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)}
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert kept == FLOAT32[kind, dtype]
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
 
 
 def test_quantized_experts_stay_quantized_or_are_dequantized(tmp_path, tiny_tokenizer):

@@ -42,9 +42,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+QUERY_SCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+QUERY_SCALE["original_max_position_embeddings"] = 10
 OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
-    "gemma3_text", "phi",
+    "gemma3_text", "phi", "ernie4_5", "helium", "exaone",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
 LINEAR = {
@@ -59,6 +61,9 @@ MAMBA = {
     "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 32,
     "mamba_d_state": 12,
 }  # fmt: skip
+NEMOTRON = {
+    **SIZES, "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 32, "ssm_state_size": 12, "head_dim": 16,
+}  # fmt: skip
 MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -68,6 +73,8 @@ MIXTURES = {
     "qwen3_next": {**LINEAR, "shared_expert_intermediate_size": 64},
     "qwen3_5_moe_text": {**LINEAR, "shared_expert_intermediate_size": 64, "partial_rotary_factor": 1.0},
     "granitemoehybrid": {**MAMBA, "num_local_experts": 4, "shared_intermediate_size": 64},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4, "rotary_dim": 8, "tie_word_embeddings": False},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
 LATENT = {
@@ -79,6 +86,7 @@ FAMILIES = {
     "llama": SIZES,
     "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
     "mistral": SIZES,
+    "ministral3": {**SIZES, "rope_scaling": QUERY_SCALE},
     "qwen2": SIZES,
     "qwen3": SIZES,
     "gemma": SIZES,
@@ -86,6 +94,8 @@ FAMILIES = {
     "phi3": SIZES,
     "olmo2": SIZES,
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
+    "cohere": {**SIZES, "use_qk_norm": True},
+    "stablelm": {**SIZES, "qk_layernorm": True},
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
     "granitemoehybrid, dense": {
@@ -97,6 +107,15 @@ FAMILIES = {
         "position_embedding_type": "rope",
         "tie_word_embeddings": True,
     },
+    "nemotron_h": {
+        **NEMOTRON,
+        "hybrid_override_pattern": "ME*MEM-*",
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "num_experts_per_tok": 2,
+    },
+    "nemotron_h, dense": {**NEMOTRON, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-M-"},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
     "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
@@ -194,7 +213,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     own_names = config.model_type.startswith("gpt") or config.num_experts is not None
     own_names |= any("conv1d" in name for name in stored)
     shapes = {name: value.shape for name, value in stored.items()}
-    assert is_mlx_layout(again, shapes) == (own_names and config.model_type != "gpt_oss")
+    assert is_mlx_layout(again, shapes) == own_names
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"
@@ -203,6 +222,27 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     for name, tensor in back.items():
         near = 2**-22 if "norm" in name and config.attn_output_gate else 0  # mlx_lm stores them plus 1
         assert mx.allclose(tensor.read(), weights[name], rtol=0, atol=near), name
+
+
+def test_folders_of_llama4_that_mlx_lm_quantized(tmp_path):
+    utils = pytest.importorskip("mlx_lm.utils")
+    text = {
+        **SIZES, "model_type": "llama4_text", "num_hidden_layers": 4, "intermediate_size_mlp": 96, "rope_theta": 1e4,
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.6, "attention_bias": False, "use_qk_norm": True,
+        "rms_norm_eps": 1e-6, "rope_scaling": None,
+    }  # fmt: skip
+    model_class, args_class = utils._get_classes({"model_type": "llama4"})
+    theirs = model_class(args_class.from_dict({"model_type": "llama4", "text_config": dict(text)}))
+    mx.random.seed(0)
+    theirs.update(tree_map(lambda x: (x.ndim == 1) + 0.2 * mx.random.normal(x.shape), theirs.parameters()))
+    plan = {"group_size": 32, "bits": 8}
+    nn.quantize(theirs, **plan)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(theirs.parameters())))
+    config = {"model_type": "llama4", "text_config": text, "quantization": plan}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = mx.array(TOKENS)
+    np.testing.assert_allclose(np.array(load_model(tmp_path)[0](tokens)), np.array(theirs(tokens)), atol=5e-4)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])

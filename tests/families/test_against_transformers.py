@@ -51,6 +51,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+QUERY_SCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+QUERY_SCALE["original_max_position_embeddings"] = 10
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0],
     "partial_rotary_factor": 0.75,
@@ -70,6 +72,9 @@ MAMBA = {
     "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_n_groups": 2,
     "mamba_d_head": 16, "mamba_d_state": 12,
 }  # fmt: skip
+NEMOTRON = {
+    **LLAMA, "head_dim": 12, "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 16, "ssm_state_size": 12,
+}  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
@@ -78,6 +83,10 @@ LATENT = {
     "intermediate_size": 48, "max_position_embeddings": 128, "kv_lora_rank": 24, "q_lora_rank": 20,
     "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 20,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+LLAMA4 = {
+    **LLAMA, "num_hidden_layers": 4, "head_dim": 12, "intermediate_size": 20, "intermediate_size_mlp": 36,
+    "num_local_experts": 6,
 }  # fmt: skip
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}
 
@@ -128,6 +137,7 @@ CASES = {
         },
     ),
     "phi": ("phi", LLAMA),
+    "phi, qk-norm": ("phi", {**LLAMA, "qk_layernorm": True}),
     "phi3": ("phi3", {**LLAMA, "sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "phi3 longrope, short": ("phi3", {**LLAMA, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
     "phi3 longrope, long": ("phi3", {**LLAMA, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
@@ -164,14 +174,18 @@ CASES = {
     "starcoder2": ("starcoder2", {**LLAMA, "sliding_window": 12}),
     "starcoder2 without biases": ("starcoder2", {**LLAMA, "use_bias": False}),
     "stablelm": ("stablelm", {**LLAMA, "hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm, qk-norm": ("stablelm", {**LLAMA, "hidden_size": 64, "qk_layernorm": True}),
     "stablelm parallel": ("stablelm", {**LLAMA, "hidden_size": 64, "use_parallel_residual": True}),
     "ministral": ("ministral", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "ministral3": ("ministral3", {**LLAMA, "head_dim": 12, "rope_parameters": QUERY_SCALE}),
+    "ministral3 with windows": ("ministral3", {**WINDOWS, "rope_parameters": QUERY_SCALE}),
     "cwm": ("cwm", {**WINDOWS, "rope_parameters": LLAMA3}),
     "exaone4": ("exaone4", WINDOWS),
     "exaone4 without windows": ("exaone4", {**WINDOWS, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "seed_oss": ("seed_oss", {**LLAMA, "head_dim": 12, "attention_out_bias": True}),
     "arcee": ("arcee", {**LLAMA, "mlp_bias": True}),
     "cohere": ("cohere", {**LLAMA, "logit_scale": 0.3}),
+    "cohere, qk-norm": ("cohere", {**LLAMA, "hidden_size": 48, "use_qk_norm": True}),
     "cohere2": ("cohere2", WINDOWS),
     "cohere2 without windows": ("cohere2", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
     "glm": ("glm", {**LLAMA, "head_dim": 16}),
@@ -245,6 +259,67 @@ CASES = {
         "qwen3_next",
         {**LLAMA, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 36, "attention_bias": True},
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 12,
+            "floor_scale": 10,
+            "attn_scale": 0.7,
+            "no_rope_layer_interval": 3,
+        },
+    ),
+    "llama4, other layers": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_experts_per_tok": 2,
+            "attention_chunk_size": 9,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "layer_types": ["full_attention", "chunked_attention", "full_attention", "chunked_attention"],
+        },
+    ),
+    "llama4 without experts": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "moe_layers": [],
+            "attention_chunk_size": None,
+            "no_rope_layers": [1] * 4,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", {**LLAMA, "head_dim": 12, "use_bias": True}),
+    "helium": ("helium", {**LLAMA, "head_dim": 8}),
+    "exaone": ("exaone", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "dots1": (
+        "dots1",
+        {
+            **WINDOWS,
+            **GLM_EXPERTS,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "max_window_layers": 2,
+            "routed_scaling_factor": 1.7,
+            "norm_topk_prob": True,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            **LLAMA,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", {**LLAMA, **LINEAR, "head_dim": 16, "attention_bias": True}),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -285,6 +360,22 @@ CASES = {
             "position_embedding_type": "rope",
             "mamba_n_heads": 4,
         },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "ME*MEM-*",
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "nemotron_h, dense": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True, "mlp_bias": True},
     ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (
@@ -390,9 +481,10 @@ SIZES = {
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
-SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "phi"), SIZES["stablelm"])
+SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "helium", "phi"), SIZES["stablelm"])
 LINEAR_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 SIZES |= dict.fromkeys(("deepseek_v3", *LINEAR_FAMILIES), {**SIZES["stablelm"], "num_hidden_layers": 4})
+SIZES["dots1"] = {**SIZES["stablelm"], "n_routed_experts": 4, "num_experts_per_tok": 2}
 SIZES["deepseek_v2"] = {**SIZES["stablelm"], "num_experts_per_tok": 2}
 SIZES["granitemoehybrid"] = {**SIZES["stablelm"], "layer_types": ["linear_attention", "full_attention", "mamba"]}
 SIZES["opt"]["word_embed_proj_dim"] = 64
@@ -533,9 +625,32 @@ def test_the_language_model_of_a_model_with_images(tmp_path, prefixes):
     assert checkpoint.hf_config["model_type"] == "gemma3_text" and "vision_config" not in checkpoint.hf_config
 
 
+VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+          "image_size": 16, "patch_size": 4}  # fmt: skip
+PROJECTOR = {"projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "case", "vision"),
+    [("mistral3", "ministral3", {"model_type": "pixtral"}), ("llama4", "llama4", PROJECTOR)],
+)
+def test_language_models_of_mistral3_and_llama4(tmp_path, model_type, case, vision):
+    kind, sizes = CASES[case]
+    parts = {
+        "text_config": {"model_type": kind, "vocab_size": VOCABULARY, **sizes},
+        "vision_config": {**VISION, **vision},
+        "tie_word_embeddings": False,
+    }
+    oracle = transformers_oracle.make_oracle(model_type, parts, VOCABULARY)
+    oracle.save_pretrained(tmp_path)
+    found = np.array(load_checkpoint(open_checkpoint(tmp_path))[0](mx.array(TOKENS)))
+    wanted = logits_of(oracle, TOKENS)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * max(1, wanted.std()))
+
+
 LANGUAGE_MODELS = {
-    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 
 
@@ -543,7 +658,8 @@ LANGUAGE_MODELS = {
 def test_language_models_of_qwen_vl(tmp_path, model_type):
     """What is written has the same logits in transformers."""
     rope = {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 1, 2]}
-    linear = {**LINEAR, **EXPERTS} if model_type.startswith("qwen3_5") else {}
+    experts = EXPERTS if "_moe" in model_type else {}
+    linear = {**LINEAR, **EXPERTS} if model_type.startswith("qwen3_5") else experts
     text = {**LLAMA, "head_dim": 8, "vocab_size": VOCABULARY, "rope_parameters": rope, **linear}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "deepstack_visual_indexes": []}
     oracle = transformers_oracle.make_oracle(

@@ -313,6 +313,10 @@ def configs(draw):
             "position_embedding_type": draw(st.sampled_from([None, "rope"])),
             "time_step_limit": draw(st.sampled_from([(0.0, {"__float__": "Infinity"}), (0.1, 2.0), (0.1, 1e39)])),
         }  # fmt: skip
+    if family == "nemotron_h":
+        blocks = [draw(st.sampled_from(["M", "M-", "ME", "*", "*-", "*E"])) for _ in range(draw(st.integers(0, 4)))]
+        values |= {"hybrid_override_pattern": "*" + "".join(blocks), "n_group": 1, "topk_group": 1}
+        values |= {"time_step_limit": draw(st.sampled_from([(0.0, {"__float__": "Infinity"}), (0.1, 2.0)]))}
     if family.startswith("qwen"):
         values |= {"use_sliding_window": draw(st.booleans()), "max_window_layers": draw(st.integers(0, 4))}
     if FAMILIES[family].hf_names("rope_theta") and family != "phi3":

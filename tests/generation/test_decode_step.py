@@ -29,6 +29,18 @@ MODELS = {
     "qwen 2": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
     "qwen 3": {"qk_norm": "head", "head_dim": 64},  # for which a GPU has MLX's attention
     "olmo 2": {"qk_norm": "projection", "norm_placement": "output"},
+    "phi": {"qk_norm": "layer"},
+    "stablelm": {"qk_norm": "layer_per_head"},
+    "llama 4": {
+        "qk_norm": "l2", "rope_layers": (True, False), "attn_scale": 0.7, "floor_scale": 5, "attention_chunk_size": 9,
+        "layer_types": ("chunked_attention", "full_attention"), "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "router": "input_sigmoid", "shared_expert_intermediate_size": 32,
+    },
+    "ministral 3": {
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7,
+        }
+    },
     "gemma 2": {
         "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"), "norm_placement": "both",
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "norm_unit_offset": True,
@@ -81,7 +93,7 @@ def make(**changes):
             continue
         if "sinks" in layer.self_attn:  # fresh ones are all zeros
             layer.self_attn.sinks = mx.linspace(-1, 4, layer.self_attn.heads)
-        if layer.self_attn.qk_norm:  # fresh weights are all ones
+        if "k_norm" in layer.self_attn:  # fresh weights are all ones
             weight = layer.self_attn.k_norm.weight
             layer.self_attn.k_norm.weight = weight + mx.sin(mx.arange(weight.size))
     model.eval()

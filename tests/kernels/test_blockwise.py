@@ -203,10 +203,14 @@ def test_gradient_with_soft_cap_and_alibi_equals_separate_documents(monkeypatch)
 @pytest.mark.parametrize("mode", ["auto", "mlx", "blockwise"])
 @pytest.mark.parametrize("training", [True, False])
 def test_every_mode(mode, training):
+    """Of all positions, and of the last ones."""
     q, k, v = (random((2, n, 12, 8), n) for n in (4, 2, 2))
     segment_ids = mx.array([[0] * 5 + [1] * 7, [0] * 12]).astype(mx.int32)
     with use_kernels(mode):
         out = attention(q, k, v, 0.3, segment_ids=segment_ids, training=training)
+        for T in (9, 1):
+            last = attention(q[:, :, -T:], k, v, 0.3, segment_ids=segment_ids, window=11, training=training)
+            np.testing.assert_allclose(np.array(last)[0], np.array(out)[0, :, -T:], atol=1e-5)
     for b, lengths in enumerate(([5, 7], [12])):
         for start, stop in documents(lengths):
             wanted, _ = oracle.attention(*(alone(x[b : b + 1], start, stop) for x in (q, k, v)), 0.3)

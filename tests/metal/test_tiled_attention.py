@@ -103,8 +103,9 @@ def test_segments_equal_float64(metal, data):
     window = draw(st.none() | st.integers(1, 40))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     D = {mx.float32: 8, mx.float16: 64, mx.bfloat16: 40}[dtype]
-    segment_ids = texts(draw(st.integers(0, 99)), B, T, draw(st.integers(1, 9)))
-    arrays = problem(B, kv_heads * groups, kv_heads, T, T, D, dtype)
+    S = T + draw(st.sampled_from([0, 0, 30]))
+    segment_ids = texts(draw(st.integers(0, 99)), B, S, draw(st.integers(1, 9)))
+    arrays = problem(B, kv_heads * groups, kv_heads, T, S, D, dtype)
     check(*arrays, D**-0.5, window, segment_ids)
 
 

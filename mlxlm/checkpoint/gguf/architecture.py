@@ -69,6 +69,8 @@ class Architecture:
             be whole tensors on both sides.
         top_modules: Names -> modules outside of the layers.
         extra_layer: Further entries of `layer` that depend on the configuration.
+        mlp_layer: If set, feed-forwards are layers of their own in the file, after that of the mixer, and these are the
+            entries of `layer` for them.
         norm_offset: Norm weights are stored plus one.
         interleaved: Rows of queries and keys are rotary pairs.
         groups: Names of tensors in which the rows of several modules alternate -> the field with the number of groups.
@@ -82,6 +84,7 @@ class Architecture:
             `read_fields` and `metadata` say otherwise.
         sliding_window: Reads `attention.sliding_window`.
         rope_types: Values of `rope_type` that it computes.
+        yarn_multiplier: Its YaRN has an `mscale`, and the same `mscale_all_dim`.
         yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.
         read_fields: Further fields of Hugging Face's configuration, from the metadata of a file.
         metadata: Further metadata, from a configuration; keys without the architecture's prefix.
@@ -93,6 +96,7 @@ class Architecture:
     layer: Mapping[str, tuple[str, ...]]
     top_modules: Mapping[str, str] = field(default_factory=lambda: TOP_MODULES)
     extra_layer: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}
+    mlp_layer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     norm_offset: bool = False
     interleaved: bool = False
     groups: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +109,7 @@ class Architecture:
     recurrent: str | None = None
     sliding_window: bool = False
     rope_types: tuple[str, ...] = ROPE_TYPES
+    yarn_multiplier: bool = False
     yarn_truncate: bool = True
     read_fields: Callable[[MetadataReader], dict[str, Any]] = lambda keys: {}
     metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
@@ -164,14 +169,19 @@ class Architecture:
             for matrix in sublayer.matrices
         }
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        layer = {**self.layer, **(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
-        layer |= _SHARED_EXPERT if config.shared_expert_intermediate_size else {}
-        layer |= _MAMBA if self.recurrent == "mamba" else {}
+        experts = {**(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
+        experts |= _SHARED_EXPERT if config.shared_expert_intermediate_size else {}
+        layer = {**self.layer, **(_MAMBA if self.recurrent == "mamba" else {}), **({} if self.mlp_layer else experts)}
+        layers = []  # of the file: the decoder's, and its names
+        for i in range(config.num_hidden_layers):
+            layers.append((i, layer))
+            if self.mlp_layer and config.has_mlp(i):
+                layers.append((i, {**self.mlp_layer, **experts}))
         mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
         # For files of deepseek2 that have it instead of the later ones, attn_k_b and attn_v_b.
         mappings += [replace(m, name=f"blk.{i}.attn_kv_b") for i, m in enumerate(kv_b_mappings(config))]
-        for i in range(config.num_hidden_layers):
-            for name, modules in layer.items():
+        for file_layer, (i, table) in enumerate(layers):
+            for name, modules in table.items():
                 full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
                 if len(modules) > 1 and full_names[0] not in rows:  # of another kind of layer
                     continue
@@ -179,7 +189,7 @@ class Architecture:
                 fused_rows = tuple(rows[module] for module in full_names) if len(modules) > 1 else ()
                 groups = getattr(config, self.groups[name]) if name in self.groups else 1
                 mappings.append(
-                    WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
+                    WeightMapping(f"blk.{file_layer}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
                 )
         return mappings
 

@@ -41,6 +41,7 @@ _GEMMA2_LAYER = {
     "post_ffw_norm": ("post_feedforward_layernorm",),
 }
 _GPT_LAYER = {**NORMS, **_FUSED_QKV, **PLAIN_MLP}
+_TEMPERATURE, _BETA = "attention.temperature_scale", "llama_4_scaling_beta"
 _SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, with its defaults
 
 
@@ -69,6 +70,18 @@ def _read_llama(keys: MetadataReader) -> dict[str, Any]:
     if window:
         return {"model_type": "mistral", "sliding_window": window}
     return _read_all_biases(keys)
+
+
+def _read_mistral3(keys: MetadataReader) -> dict[str, Any]:
+    head_dim = keys.count("attention.key_length", keys.count("embedding_length") // keys.count("attention.head_count"))
+    rope = {**read_rope_parameters(keys, head_dim), _BETA: keys.number(_TEMPERATURE, 0.0)}
+    multiplier = keys.number(deepseek2.YARN_LOG, 0.0) or None
+    return {"rope_parameters": {**rope, "mscale": multiplier, "mscale_all_dim": multiplier}}
+
+
+def _mistral3_metadata(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling or {}
+    return {deepseek2.YARN_LOG: float(scaling.get("mscale_all_dim", 0)), _TEMPERATURE: float(scaling.get(_BETA, 0))}
 
 
 def _read_qwen2(keys: MetadataReader) -> dict[str, Any]:
@@ -259,6 +272,18 @@ ARCHITECTURES = {
             rope_types=(*ROPE_TYPES, "llama3"),
             read_fields=_read_llama,
         ),
+        Architecture(
+            "mistral3",
+            ("ministral3",),
+            LLAMA_LAYER,
+            interleaved=True,
+            biases="none",
+            free_head_dim=True,
+            rope_types=("yarn",),
+            yarn_multiplier=True,
+            read_fields=_read_mistral3,
+            metadata=_mistral3_metadata,
+        ),
         Architecture("qwen2", ("qwen2",), LLAMA_LAYER, read_fields=_read_qwen2),
         Architecture(
             "qwen3",
@@ -303,6 +328,7 @@ ARCHITECTURES = {
             "deepseek2",
             ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"),
             deepseek2.LAYER,
+            yarn_multiplier=True,
             experts=True,
             biases="none",
             ties_head=False,

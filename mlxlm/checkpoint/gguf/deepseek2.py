@@ -40,7 +40,7 @@ GLM4_MOE_LAYER = {
     **{name: modules for name, modules in LAYER.items() if name.startswith("ffn_") and name != "ffn_norm"},
 }
 _GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
-_YARN_LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale and mscale_all_dim
+YARN_LOG = "rope.scaling.yarn_log_multiplier"  # here a tenth of mscale and mscale_all_dim
 
 
 def read_fields(keys: MetadataReader) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def read_fields(keys: MetadataReader) -> dict[str, Any]:
     is_v3 = keys.count("expert_gating_func", 0) == _GATING["sigmoid"]
     groups = keys.count("expert_group_count", 1)
     rope = read_rope_parameters(keys, rotary)
-    if rope["rope_type"] == "yarn" and (multiplier := keys.number(_YARN_LOG, 0.0)):
+    if rope["rope_type"] == "yarn" and (multiplier := keys.number(YARN_LOG, 0.0)):
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     return {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
@@ -110,7 +110,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.value_length_mla": config.v_head_dim,
         **router_metadata(config),
         **(groups if config.n_group > 1 else {}),
-        **({_YARN_LOG: 0.1 * log_multiplier} if log_multiplier else {}),
+        **({YARN_LOG: 0.1 * log_multiplier} if log_multiplier else {}),
     }
 
 
@@ -119,10 +119,6 @@ def problems(config: ModelConfig) -> Iterator[str]:
     yield from _dense_layer_problems(config)
     if config.router == "softmax" and config.n_group > 1:
         yield f"n_group is {config.n_group}, llama.cpp chooses groups as DeepSeek V3 does"
-    scaling = config.rope_scaling or {}
-    mscales = {scaling.get("mscale"), scaling.get("mscale_all_dim")}
-    if scaling.get("rope_type") == "yarn" and (len(mscales) > 1 or None in mscales):
-        yield "its YaRN needs equal mscale and mscale_all_dim"
 
 
 def _dense_layer_problems(config: ModelConfig) -> Iterator[str]:

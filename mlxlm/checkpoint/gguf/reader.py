@@ -128,13 +128,14 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     recurrent = architecture.recurrent
     differ = any(n != max(kv_heads) and not (n == 0 and recurrent) for n in kv_heads)
     keys.check(not differ, f"{keys.architecture}.{_KV_HEADS} differs between the layers")
-    expert_width = keys.count("expert_feed_forward_length", 0) or None
+    expert_width, own_layers = keys.count("expert_feed_forward_length", 0) or None, bool(architecture.mlp_layer)
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
         **{name: keys.count(key) for key, name in SIZES.items() if key not in (_KV_HEADS, _WIDTH)},
         "num_hidden_layers": layers - mtp_layers,
         "num_key_value_heads": max(kv_heads),
-        "intermediate_size": keys.count(_WIDTH, expert_width),  # not in all files without dense layers
+        # Not in all files without dense layers.
+        "intermediate_size": max(keys.counts(_WIDTH, layers)) if own_layers else keys.count(_WIDTH, expert_width),
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),
@@ -147,7 +148,7 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     model_type = extra.get("model_type", architecture.families[0])
     family = FAMILIES[model_type]
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
-    if recurrent:
+    if recurrent and not own_layers:
         values["layer_types"] = [FULL if n else recurrent for n in kv_heads]
     if architecture.fixed_values.get("positions", "rope") == "rope" and extra.get("position_embedding_type") != "nope":
         rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim, architecture.yarn_truncate)

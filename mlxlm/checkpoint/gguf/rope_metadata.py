@@ -6,12 +6,13 @@ llama.cpp stores Llama 3's scaling as a table of divisors, one per frequency, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.gguf.architecture import Architecture
 from mlxlm.checkpoint.gguf.header import MetadataReader, shortest_decimal
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
@@ -32,8 +33,9 @@ def rope_type(config: ModelConfig) -> str:
     return (config.rope_scaling or {}).get("rope_type", "default")
 
 
-def rope_problems(config: ModelConfig, supported: Sequence[str], yarn_truncate: bool) -> Iterator[str]:
-    """Yield why llama.cpp can't compute the RoPE scaling of a configuration, given what it supports."""
+def rope_problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
+    """Yield why an architecture of llama.cpp can't compute the RoPE scaling of a configuration."""
+    supported, yarn_truncate = architecture.rope_types, architecture.yarn_truncate
     scaling, kind = config.rope_scaling or {}, rope_type(config)
     if kind not in ("default", *supported):
         yield f"rope_type is {kind!r}, it supports {', '.join(supported)}"
@@ -43,7 +45,11 @@ def rope_problems(config: ModelConfig, supported: Sequence[str], yarn_truncate: 
         yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
     if kind == "yarn" and scaling.get("truncate", True) != yarn_truncate:
         yield f"YaRN's truncate must be {str(yarn_truncate).lower()}"
-    if kind == "yarn" and config.kv_lora_rank is None and not _is_plain_yarn(scaling):
+    if kind == "yarn" and architecture.yarn_multiplier:
+        mscales = {scaling.get("mscale"), scaling.get("mscale_all_dim")}
+        if len(mscales) > 1 or None in mscales:
+            yield "its YaRN needs equal mscale and mscale_all_dim"
+    elif kind == "yarn" and not _is_plain_yarn(scaling):
         yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
 
 

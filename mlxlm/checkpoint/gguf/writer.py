@@ -284,7 +284,7 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
     if config.layer_types is not None and not architecture.sliding_window and not architecture.recurrent:
         yield "layer_types differ"
     yield from architecture.problems(config)
-    yield from rope_problems(config, architecture.rope_types, architecture.yarn_truncate)
+    yield from rope_problems(config, architecture)
 
 
 def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list[str]:

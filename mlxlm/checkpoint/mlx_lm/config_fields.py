@@ -49,15 +49,13 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"mlp_bias": False},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "jamba": {"num_experts": 1},
-    "llama4": {"num_experts_per_tok": 1},
     "mamba": {"layer_norm_epsilon": 1e-5},
     "mamba2": {"layer_norm_epsilon": 1e-5, "n_groups": 1},
     "minicpm3": {"tie_word_embeddings": False},
     "nanochat": {"final_logit_softcapping": 15.0},
-    "nemotron_h": {"mamba_hidden_act": "silu"},
     "qwen2_moe": {"norm_topk_prob": False},
 }
-_NEED_LAYER_TYPES = ("llama", "ministral3", "mistral3")  # ignore sliding_window without layer_types
+_NEED_LAYER_TYPES = ("llama",)  # ignore sliding_window without layer_types
 _READ_ACTIVATION = ("gear", "kimi_k3", "muse_glimmer", "muse_spark", "nemotron-nas", "phi3small", "spark2_5")
 
 
@@ -87,10 +85,7 @@ def to_mlx_lm_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def needs_multimodal_model(values: Mapping[str, Any]) -> bool:
     """Whether this is a language model that mlx_lm only implements as a part of a multimodal model."""
-    model_type = values.get("model_type")
-    if model_type == "llama4_text":  # mlx_lm's own model has no experts and a tied head
-        return not values.get("tie_word_embeddings") or bool(values.get("moe_layers"))
-    return bool(model_type == "gemma3n_text")
+    return bool(values.get("model_type") == "gemma3n_text")
 
 
 def _number(value: Any) -> Any:
@@ -154,24 +149,6 @@ def _exaone_moe(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_both_layer_types(types: list[str]) -> None:
     if not {FULL, SLIDING} <= set(types):
         raise CheckpointError(f"layer_types must have both {FULL} and {SLIDING} for mlx_lm's model")
-
-
-def _llama4(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that every fourth layer has full attention and no RoPE; return which layers have experts."""
-    layers = range(values["num_hidden_layers"])
-    step = values.get("interleave_moe_layer_step") or len(layers) + 1
-    if values.get("moe_layers") == []:
-        step = len(layers) + 1
-    uses_rope = [int((i + 1) % 4 != 0) for i in layers]
-    expected = {
-        "moe_layers": [i for i in layers if i % step == step - 1],
-        "no_rope_layers": uses_rope,
-        "layer_types": ["chunked_attention" if rope else FULL for rope in uses_rope],
-    }
-    for name, order in expected.items():
-        if values.get(name) not in (None, order) and (name, values[name]) != ("no_rope_layers", []):
-            raise CheckpointError(f"{name} has an order of layers that mlx_lm's model doesn't support")
-    return {"interleave_moe_layer_step": step}
 
 
 def _identity_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,34 +219,22 @@ def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _minimax_m2(values: Mapping[str, Any]) -> dict[str, Any]:
-    factor = values.get("partial_rotary_factor", 1)
-    return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * factor), **values}
-
-
 # Further fields that mlx_lm's model of a model_type reads, derived from Hugging Face's.
 _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "apertus": lambda values: {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "cohere2": _pattern,
     "deepseek_v2": _identity_scaling,
-    "exaone": lambda values: {
-        "num_layers": values.get("num_hidden_layers"),
-        "layer_norm_epsilon": values.get("rms_norm_eps"),
-        **values,
-    },
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "gemma3_text": _gemma3,
     "gemma4_unified_text": lambda values: {"hidden_size_per_layer_input": 0, **values},
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
-    "llama4_text": _llama4,
     "longcat_flash": _longcat_flash,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},
     "minicpm3": _minicpm3,
     "mimo_v2_flash": _mimo_v2_flash,
     "minimax": _minimax,
-    "minimax_m2": _minimax_m2,
     "nanochat": _nanochat,
     "solar_open": lambda values: {
         "intermediate_size": 0,
@@ -331,7 +296,4 @@ def supported_length(name: str, fields: Mapping[str, Any], config: Mapping[str, 
     windowed = SLIDING in types if isinstance(types, list) else config.get("use_sliding_window") is not False
     if windowed and ("sliding_window" not in fields or (name in _NEED_LAYER_TYPES and not types)):
         limits["sliding_window"] = config.get("sliding_window")
-    if name == "llama4_text" and isinstance(types, list) and "chunked_attention" in types:
-        limits["attention_chunk_size"] = config.get("attention_chunk_size")
-        limits["floor_scale"] = config.get("floor_scale") if config.get("attn_temperature_tuning") else None
     return min(((limit, field) for field, limit in limits.items() if is_count(limit)), default=None)

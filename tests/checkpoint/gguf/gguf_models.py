@@ -44,6 +44,10 @@ _MAMBA = {
     **_COMMON, "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_d_state": 16,
 }  # fmt: skip
+_NEMOTRON = {
+    **_COMMON, "model_type": "nemotron_h", "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2,
+    "ssm_state_size": 16, "head_dim": 32,
+}  # fmt: skip
 _CONVOLUTIONS = {**_COMMON, "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True}
 _WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
@@ -52,6 +56,10 @@ MODELS = {
     "llama-3": {**_COMMON, "rope_theta": 500_000.0, "rope_scaling": _LLAMA3},
     "llama-linear": {**_COMMON, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": 64, "head_dim": 32},
+    "ministral3": {
+        **_COMMON, "model_type": "ministral3", "head_dim": 32,
+        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
     "qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2-yarn": {**_COMMON, "model_type": "qwen2", "rope_scaling": _YARN},
     "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
@@ -78,6 +86,11 @@ MODELS = {
     "granite-4-moe": {
         **_MAMBA, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 64, "mamba_n_groups": 2,
         "attention_bias": False,
+    },
+    "nemotron-h": {**_NEMOTRON, "hybrid_override_pattern": "M-*M-*-"},
+    "nemotron-3": {
+        **_NEMOTRON, "hybrid_override_pattern": "ME*MEM", "intermediate_size": 32, "n_routed_experts": 5,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5,
     },
     "lfm2": {**_CONVOLUTIONS, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
     "lfm2-moe": {
