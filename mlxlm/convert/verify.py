@@ -159,7 +159,7 @@ def _rounding(rounded: set[str]) -> str:
     return "; ".join([*parts, _NORMS_PLUS_ONE] if _NORMS_PLUS_ONE in rounded else parts) or "to the bit"
 
 
-def _changed(source: LazyTensor, written: LazyTensor, has_importance: bool) -> str | None:
+def _changed(source: LazyTensor, written: LazyTensor, has_importance: bool = False) -> str | None:
     """The type that values were rounded to, or `_NORMS_PLUS_ONE`; "" if none changed, None for any other change."""
     a, b = source.read(), written.read()
     if a.dtype == b.dtype and bitwise_equal(a, b):
