@@ -84,6 +84,8 @@ class HarmonyParser:
         self._add(text, events)
 
     def _add_token(self, token: str, events: list[ToolEvent]) -> None:
+        if self._header and self._header.strip() and not _is_header(self._header, whole=True):
+            self._start_text(self._header, events)
         if token != "<|message|>":
             self._header = token if token == "<|start|>" else (self._header or "") + token
             return

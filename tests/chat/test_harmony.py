@@ -56,6 +56,8 @@ ANSWERS = {
     "no header": [("text", "no header")],
     " to a": [("text", " to a")],
     "t": [("text", "t")],
+    f"to{NEXT}{FINAL}Hi": [("text", "to\n\nHi")],
+    f" {FINAL}Hi": [("text", "Hi")],
     "": [],
 }  # fmt: skip
 

@@ -87,15 +87,16 @@ def set_setting(settings: Settings, chat: Chat, name: str, text: str) -> None:
 
 
 def resolve_abbreviation(name: str, names: Collection[str]) -> str | None:
-    """Return the one of `names` that equals `name`, or the only one that starts with it; None if there is none.
+    """Return the one of `names` that starts with `name`, or that others which do begin with; None if there is none.
 
     Raises:
         GenerationError: Several start with it.
     """
-    matches = [name] if name in names else [candidate for candidate in names if candidate.startswith(name)]
-    if len(matches) > 1:
+    matches = [candidate for candidate in names if candidate.startswith(name)]
+    shortest = min(matches, key=len, default=None)
+    if any(shortest and not match.startswith(shortest) for match in matches):
         raise GenerationError(f"{name} could be {', '.join(matches[:-1])} or {matches[-1]}", "more of its letters")
-    return matches[0] if matches else None
+    return shortest
 
 
 def setting_name(name: str) -> str:

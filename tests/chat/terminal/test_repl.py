@@ -211,7 +211,7 @@ def test_the_line_editor_and_a_private_chat(terminal, tmp_path):
     chat = terminal("-n", "5", "--private")
     say(chat, "/bra\t", "main: 0 turns")
     say(chat, "\x1b[A", "main: 0 turns")  # up: the last line again
-    say(chat, "/set rea\thi\t")
+    say(chat, "/set reasoning hi\t")
     say(chat, "/set reas", r"reasoning +hide")
     say(chat, "/set temper\t0.5", r"temperature +0\.5")
     say(chat, f"/load {tmp_path}/a-lo\t", r"error: .*a-long-name.jsonl")
