@@ -118,6 +118,10 @@ MODELS = {
     "deepseek-v2-lite": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
     "gpt-oss": {
         **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "gpt-oss-yarn": {
+        **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": 16, "rope_scaling": {**_YARN, "truncate": False},
     },
     "arcee": {**_COMMON, "model_type": "arcee"},

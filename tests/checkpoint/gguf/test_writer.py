@@ -49,6 +49,8 @@ def test_folder_to_gguf_to_folder_is_bit_equal(model, tiny_tokenizer, tmp_path):
 
 
 def test_llama_cpp_logits_are_the_same(model, tensors, tiny_tokenizer, tmp_path, open_llama_cpp):
+    if (model.config.rope_scaling or {}).get("truncate") is False:
+        pytest.skip("llama.cpp rounds the limits between YaRN's frequencies")
     gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F32")
     reference = open_llama_cpp(tmp_path / "m.gguf", logits_all=True)
     tokens = np.random.default_rng(0).integers(0, 300, 40).tolist()
