@@ -157,8 +157,8 @@ def _file_importance(
     for module, columns in importance.items():
         name = f"{module}.weight"
         rows[name] = lazy_tensor(mx.broadcast_to(mx.array(columns)[..., None, :], tensors[name].shape))
-    rows = architecture.reorder(config, rows, True)
-    return {name.removesuffix(".weight"): np.array(value.read()[..., 0, :]) for name, value in rows.items()}
+    reordered = architecture.reorder(config, rows, True)
+    return {name.removesuffix(".weight"): np.array(value.read()[..., 0, :]) for name, value in reordered.items()}
 
 
 def _stays_float32(name: str, tensor: LazyTensor) -> bool:
