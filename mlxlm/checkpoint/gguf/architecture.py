@@ -197,6 +197,11 @@ class Architecture:
         return mappings
 
 
+def read_biases(keys: MetadataReader) -> dict[str, Any]:
+    """Whether queries, keys and values have biases."""
+    return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
 def read_experts(keys: MetadataReader) -> dict[str, Any]:
     """The number of experts, and how many of them a token goes to; empty without experts."""
     count = keys.count("expert_count", 0)
