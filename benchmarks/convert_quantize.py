@@ -214,7 +214,7 @@ def quantize_with_llama_cpp(source: Path, out: Path, outtype: str, importance: d
     started = time.monotonic()
     failed = cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params))
     seconds = time.monotonic() - started
-    cpp.llama_log_set(None, None)  # before `silent` is freed
+    cpp.llama_log_set(cpp.llama_log_callback(), None)  # before `silent` is freed
     if failed:
         raise SystemExit(f"llama.cpp can't write {outtype}")
     return seconds

@@ -339,8 +339,8 @@ def architectures():
 
 @st.composite
 def latent_architectures(draw):
-    sizes, rotary = st.integers(1, 12), draw(st.sampled_from([2, 4]))
-    config = draw(usual_architectures())
+    sizes, rotary = st.integers(2, 12), draw(st.sampled_from([2, 4]))
+    config = draw(usual_architectures())  # of one value, a norm leaves the sign, which a rounding can change
     plain = {f.name: f.default for f in fields(config) if f.name in NOT_LATENT}
     return config.with_changes(
         **plain,
@@ -368,7 +368,7 @@ def usual_architectures(draw):
     placement = draw(st.sampled_from(["pre", "pre", "post", "output", "both"]))
     parallel, rms = placement == "pre" and draw(flags), draw(flags)
     positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
-    swiglu_limit = draw(st.none() | st.just(0.1))
+    swiglu_limit = draw(st.none() | st.just(0.5))  # a lower one makes outputs so small that norms amplify rounding
     tied = draw(flags)
     attn_scale = draw(st.none() | st.just(0.6))
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))

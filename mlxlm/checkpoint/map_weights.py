@@ -40,8 +40,8 @@ def to_decoder_weights(
             result[name] = tensor
             continue
         names = mapping.modules if mapping.name == name else [f"{part}.{parameter}" for part in mapping.modules]
-        is_transposed = mapping.is_read_only and tensor.shape[1:2] == (sum(mapping.rows),) != tensor.shape[2:]
-        whole = tensor if is_transposed else _transpose(tensor, mapping, names[0])
+        has_rows = mapping.is_read_only and tensor.shape[1:2] == (sum(mapping.rows),)  # as transformers decides
+        whole = tensor if has_rows else _transpose(tensor, mapping, names[0])
         if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
             matrix = (whole.shape[0], whole.shape[1] * whole.shape[2])
             whole = whole.transform(partial(mx.reshape, shape=matrix), shape=matrix)

@@ -27,7 +27,7 @@ _AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
 # quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
 MAX_KL = {
-    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_1": 1.0, "MXFP4": 1.0, "Q2_K": 10.0,
+    "F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "Q4_1": 1.0, "MXFP4": 1.0, "Q2_K": 5.0,
     "Q3_K": 3.0, "Q4_K": 1.0, "Q5_0": 0.5, "Q5_1": 0.5, "Q5_K": 0.5, "Q6_K": 0.2, _AFFINE: 0.05,
 }  # fmt: skip
 
@@ -159,7 +159,7 @@ def _rounding(rounded: set[str]) -> str:
     return "; ".join([*parts, _NORMS_PLUS_ONE] if _NORMS_PLUS_ONE in rounded else parts) or "to the bit"
 
 
-def _changed(source: LazyTensor, written: LazyTensor, has_importance: bool) -> str | None:
+def _changed(source: LazyTensor, written: LazyTensor, has_importance: bool = False) -> str | None:
     """The type that values were rounded to, or `_NORMS_PLUS_ONE`; "" if none changed, None for any other change."""
     a, b = source.read(), written.read()
     if a.dtype == b.dtype and bitwise_equal(a, b):

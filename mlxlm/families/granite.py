@@ -76,17 +76,13 @@ def _read_hybrid(values: HFConfig) -> dict[str, Any]:
         result |= {name: getattr(ModelConfig, name) for name in _MAMBA_FIELDS}
     else:
         result["time_step_limit"] = read_time_step_limit(values)
-        heads, hidden, expand = values.get("mamba_n_heads", 128), values.get("hidden_size"), _expand(values)
-        if values.get("mamba_d_head", "auto") == "auto" and is_count(heads) and is_count(hidden) and is_count(expand):
-            result["mamba_d_head"] = expand * hidden // heads
+        sizes = values.get("mamba_expand", 2), values.get("hidden_size"), values.get("mamba_n_heads", 128)
+        if values.get("mamba_d_head", "auto") == "auto" and all(map(is_count, sizes)):
+            result["mamba_d_head"] = sizes[0] * sizes[1] // sizes[2]
     if values.get("num_local_experts", 8):
         width = values.get("intermediate_size")
         return {**result, "moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
     return {**result, "num_experts": None, "num_experts_per_tok": None, "intermediate_size": shared}
-
-
-def _expand(values: HFConfig) -> Any:
-    return values.get("mamba_expand", 2)
 
 
 def _write_hybrid(config: ModelConfig) -> dict[str, Any]:
@@ -114,9 +110,11 @@ def _write_hybrid(config: ModelConfig) -> dict[str, Any]:
 
 
 def _unsupported(values: HFConfig) -> str | None:
-    numbers = [values.get("hidden_size"), _expand(values), values.get("mamba_n_heads", 128), values.get("mamba_d_head")]
-    if all(map(is_count, numbers)) and numbers[0] * numbers[1] != numbers[2] * numbers[3]:
-        return f"mamba_expand {numbers[1]} with {numbers[2]} heads of {numbers[3]}"
+    hidden, expand = values.get("hidden_size"), values.get("mamba_expand", 2)
+    heads, size = values.get("mamba_n_heads", 128), values.get("mamba_d_head")
+    known = all(map(is_count, (hidden, expand, heads, size))) and _read_layer_types(values) is not None
+    if known and hidden * expand != heads * size:
+        return f"mamba_expand {expand} with {heads} heads of {size}"
     return first_unexpected(values, hidden_act="silu")
 
 

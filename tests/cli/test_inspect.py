@@ -34,9 +34,9 @@ def test_control_characters_in_files_are_not_printed(model):
 
 def test_the_reason_for_mlx_lm(model):
     values = json.loads((model / "config.json").read_text())
-    write_json(model / "config.json", {**values, "model_type": "helium"})
+    write_json(model / "config.json", {**values, "model_type": "plamo2"})
     code, out, _ = run("inspect", model)
-    assert code == 0 and "helium, run by mlx_lm: " in out
+    assert code == 0 and "plamo2, run by mlx_lm: " in out
 
 
 def test_equal_layers_are_grouped(model):

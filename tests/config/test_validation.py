@@ -84,7 +84,7 @@ def test_all_problems_are_reported_at_once():
             "norm_unit_offset is true, but the norm layer has no such offset",
         ),
         ({"layer_types": ("full_attention",)}, "layer_types has 1 entries, one for each of 2 layers"),
-        ({"layer_types": ("chunked_attention",) * 2}, "layer_types must be a list of full_attention, sliding"),
+        ({"layer_types": ("dilated_attention",) * 2}, "layer_types must be a list of full_attention, sliding"),
         ({"layer_types": ("conv", "linear_attention")}, "layer_types has no layer with attention"),
         (LINEAR | {"linear_num_key_heads": None}, "linear_num_key_heads is None, layers with linear_attention need"),
         (LINEAR | {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),

@@ -1,9 +1,14 @@
 """What verification catches: errors in what was written."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, USE_IMPORTANCE, quantize_k
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.convert import verify as module
 from mlxlm.convert.verify import verify
@@ -83,6 +88,19 @@ def test_the_bound_of_a_block(kind, steps):
     worse = value.copy()
     worse[:, 3] += 2 * scale[:, 0]
     assert module._changed(source, written(worse)) is None
+
+
+@pytest.mark.parametrize("kind", USE_IMPORTANCE)
+def test_rounding_with_importance_weights_passes_and_other_rows_dont(kind):
+    rng = np.random.default_rng(0)
+    weights = (rng.normal(size=(64, 512)) * rng.uniform(0.1, 10, (64, 1))).astype(np.float32)
+    importance = np.broadcast_to(rng.uniform(0, 1, 512).astype(np.float32) ** 8, weights.shape)
+    cases = [(True, importance)] + [(False, None)] * (kind in K_QUANTS)
+    for has_importance, given in cases:
+        value = dequantize(quantize_k(weights, kind, given), GGMLQuantizationType[kind])
+        for rows, expected in ((value, kind), (value[::-1].copy(), None)):
+            tensor = replace(lazy_tensor(mx.array(rows)), stored_dtype=kind)
+            assert module._changed(lazy_tensor(mx.array(weights)), tensor, has_importance) == expected
 
 
 def test_a_model_too_large_is_compared_layer_by_layer_only(model, monkeypatch):

@@ -55,6 +55,7 @@ _MAMBA = {
     "ssm_out": ("mamba.out_proj",),
 }
 _ROUTER_BIAS = "exp_probs_b.bias", "ffn_gate_inp.e_score_correction_bias"
+_SHARED_EXPERT_GATE = "ffn_gate_inp_shexp.weight"  # a vector, in files of llama.cpp's converter a row
 _SSM_VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # A is -exp(A_log); files have matrices for Mamba
 
 
@@ -121,7 +122,7 @@ class Architecture:
         for name, tensor in tensors.items():
             if self._adds_one(name):
                 tensor = tensor.astype(mx.float32).transform(lambda value: value - 1)
-            elif name.endswith("ffn_gate_inp_shexp.weight"):  # a vector in older files
+            elif name.endswith(_SHARED_EXPERT_GATE):
                 shape = (1, tensor.shape[-1])
                 tensor = tensor.transform(partial(mx.reshape, shape=shape), shape=shape)
             elif name.endswith(_SSM_VECTORS):
@@ -137,6 +138,8 @@ class Architecture:
         for name, tensor in tensors.items():
             if self._adds_one(name):
                 tensor = tensor.astype(mx.float32).transform(lambda value: value + 1)
+            elif name.endswith(_SHARED_EXPERT_GATE):
+                tensor = tensor.transform(mx.flatten, shape=tensor.shape[-1:])
             elif name.endswith(".ssm_a"):
                 tensor = tensor.astype(mx.float32).transform(lambda value: -mx.exp(value))
             if name.endswith(_SSM_VECTORS) and self.recurrent == "mamba":
@@ -192,6 +195,11 @@ class Architecture:
                     WeightMapping(f"blk.{file_layer}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
                 )
         return mappings
+
+
+def read_biases(keys: MetadataReader) -> dict[str, Any]:
+    """Whether queries, keys and values have biases."""
+    return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
 def read_experts(keys: MetadataReader) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxlm.checkpoint.gguf import deepseek2, hybrids, qwen
+from mlxlm.checkpoint.gguf import deepseek2, hybrids, qwen, windows
 from mlxlm.checkpoint.gguf.architecture import (
-    GATED_MLP,
     LLAMA_LAYER,
     NORMS,
     PLAIN_MLP,
@@ -19,38 +18,24 @@ from mlxlm.checkpoint.gguf.architecture import (
     SEPARATE_QKV,
     TOP_MODULES,
     Architecture,
+    read_biases,
     read_experts,
 )
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import FULL, SLIDING
 
-_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
-_GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
+_GELU = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has the tanh form for all of them
 _FUSED_QKV = {
     "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn_output": ("self_attn.o_proj",),
 }
-_GEMMA2_LAYER = {
-    **SEPARATE_QKV,
-    **GATED_MLP,
-    "attn_norm": ("input_layernorm",),
-    "post_attention_norm": ("post_attention_layernorm",),
-    "ffn_norm": ("pre_feedforward_layernorm",),
-    "post_ffw_norm": ("post_feedforward_layernorm",),
-}
 _GPT_LAYER = {**NORMS, **_FUSED_QKV, **PLAIN_MLP}
 _TEMPERATURE, _BETA = "attention.temperature_scale", "llama_4_scaling_beta"
-_SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, with its defaults
-
-
-def _read_biases(keys: MetadataReader) -> dict[str, Any]:
-    return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
 def _read_all_biases(keys: MetadataReader) -> dict[str, Any]:
-    return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
+    return {**read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
 
 
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
@@ -89,112 +74,6 @@ def _read_qwen2(keys: MetadataReader) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
 
 
-def _read_gemma(keys: MetadataReader) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh", **_read_biases(keys)}
-
-
-def _gemma_problems(config: ModelConfig) -> Iterator[str]:
-    if not config.tie_word_embeddings:
-        yield "tie_word_embeddings is False"
-
-
-def _gemma2_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
-    """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
-    return hidden // heads if layers == 46 else head_dim
-
-
-def _read_gemma2(keys: MetadataReader) -> dict[str, Any]:
-    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
-    return {
-        "query_pre_attn_scalar": _gemma2_attention_scalar(*map(keys.count, sizes)),
-        "sliding_window": keys.count("attention.sliding_window", 4096),
-        **{name: keys.number(name, default) for name, default in _SOFT_CAPS.items()},
-        **_read_gemma(keys),
-    }
-
-
-def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
-    yield from _gemma_problems(config)
-    layers = config.num_hidden_layers
-    scalar = _gemma2_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
-    if config.query_pre_attn_scalar != scalar:
-        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma2 has {scalar}"
-    if not all(getattr(config, name) for name in _SOFT_CAPS):
-        yield "attn_logit_softcapping and final_logit_softcapping must be set"
-    yield from _alternating_problems(config)
-
-
-def _alternating_problems(config: ModelConfig) -> Iterator[str]:
-    layers = range(config.num_hidden_layers)
-    if [config.window(i) is not None for i in layers] != [i % 2 == 0 for i in layers]:
-        yield "layer_types must alternate between sliding and full attention"
-
-
-def _read_pattern(keys: MetadataReader, default: int) -> dict[str, Any]:
-    """The layers with a window: all but each that is a multiple of the pattern."""
-    window, layers = keys.count("attention.sliding_window", 0), keys.count("block_count")
-    pattern = keys.count("attention.sliding_window_pattern", default) or default
-    types = [SLIDING if window and (i + 1) % pattern else FULL for i in range(layers)]
-    return {"sliding_window": window or None, "layer_types": types}
-
-
-def _read_ropes(keys: MetadataReader, head_dim: int, local_base: float) -> dict[str, Any]:
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", local_base)}
-    return {"rope_parameters": {FULL: read_rope_parameters(keys, head_dim), SLIDING: local}}
-
-
-def _pattern_metadata(config: ModelConfig, pattern: int) -> dict[str, Any]:
-    if config.sliding_window is None:
-        return {}
-    base = config.rope_local_base_freq or config.rope_theta
-    return {"attention.sliding_window_pattern": pattern, "rope.freq_base_swa": float(base)}
-
-
-def _pattern_problems(config: ModelConfig, pattern: int) -> Iterator[str]:
-    windows = [config.window(i) is not None for i in range(config.num_hidden_layers)]
-    if any(windows) and windows != [(i + 1) % pattern != 0 for i in range(len(windows))]:
-        yield f"layer_types must have full attention in each layer that is a multiple of {pattern}, and in no other"
-
-
-def _gemma3_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
-    """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
-    return hidden // heads if layers == 62 else head_dim
-
-
-def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
-    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
-    layers, hidden, heads, head_dim = map(keys.count, sizes)
-    return {
-        **_read_pattern(keys, 6),
-        **_read_ropes(keys, head_dim, 10_000.0),
-        "query_pre_attn_scalar": _gemma3_attention_scalar(layers, hidden, heads, head_dim),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-
-
-def _gemma3_problems(config: ModelConfig) -> Iterator[str]:
-    yield from _gemma_problems(config)
-    yield from _pattern_problems(config, 6)
-    layers = config.num_hidden_layers
-    scalar = _gemma3_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
-    if config.query_pre_attn_scalar != scalar:
-        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma3 has {scalar}"
-    if config.attn_logit_softcapping or config.final_logit_softcapping:
-        yield "attn_logit_softcapping and final_logit_softcapping must be null"
-    if config.sliding_window and not config.rope_local_base_freq:
-        yield "its layers with a window have a RoPE without scaling"
-
-
-def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
-    """With a sliding window, it is OLMo 3."""
-    if not keys.count("attention.sliding_window", 0):
-        return _read_biases(keys)
-    head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
-    ropes = _read_ropes(keys, head_dim, keys.number("rope.freq_base", 10_000.0))
-    return {"model_type": "olmo3", **_read_biases(keys), **_read_pattern(keys, 4), **ropes}
-
-
 def _read_granite(keys: MetadataReader) -> dict[str, Any]:
     keys.check(keys.flag("granite.rope.scaling.finetuned", True), "granite without rotary positions isn't supported")
     return {**_read_all_biases(keys), **hybrids.read_granite_multipliers(keys)}
@@ -206,21 +85,6 @@ def _granite_problems(config: ModelConfig) -> Iterator[str]:
         yield "it has experts"
     if config.positions != "rope":
         yield "it has no rotary positions"
-
-
-def _read_gpt_oss(keys: MetadataReader) -> dict[str, Any]:
-    return {
-        **read_experts(keys),
-        "intermediate_size": keys.count("expert_feed_forward_length"),
-        "sliding_window": keys.count("attention.sliding_window"),
-        "attention_bias": True,
-    }
-
-
-def _gpt_oss_problems(config: ModelConfig) -> Iterator[str]:
-    if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
-        yield f"swiglu_limit is {config.swiglu_limit} and swiglu_alpha {config.swiglu_alpha}, it has 7 and 1.702"
-    yield from _alternating_problems(config)
 
 
 def _smollm3_problems(config: ModelConfig) -> Iterator[str]:
@@ -290,7 +154,7 @@ ARCHITECTURES = {
             ("qwen3",),
             {**LLAMA_LAYER, **QK_NORMS},
             free_head_dim=True,
-            read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
+            read_fields=lambda keys: {**_read_qwen2(keys), **read_biases(keys)},
         ),
         Architecture(
             "qwen2moe",
@@ -347,18 +211,6 @@ ARCHITECTURES = {
             problems=_olmoe_problems,
         ),
         Architecture(
-            "gemma3",
-            ("gemma3_text",),
-            {**_GEMMA2_LAYER, **QK_NORMS},
-            norm_offset=True,
-            free_head_dim=True,
-            sliding_window=True,
-            activations=_GELU_TANH,
-            read_fields=_read_gemma3,
-            metadata=lambda config: _pattern_metadata(config, 6),
-            problems=_gemma3_problems,
-        ),
-        Architecture(
             "smollm3",
             ("smollm3",),
             LLAMA_LAYER,
@@ -379,6 +231,7 @@ ARCHITECTURES = {
             problems=_granite_problems,
         ),
         *hybrids.ARCHITECTURES,
+        *windows.ARCHITECTURES,
         Architecture(
             "arcee",
             ("arcee",),
@@ -394,63 +247,6 @@ ARCHITECTURES = {
             {**NORMS, **SEPARATE_QKV, **PLAIN_MLP},
             biases="all",
             activations=_GELU,
-        ),
-        Architecture(
-            "gemma2",
-            ("gemma2",),
-            _GEMMA2_LAYER,
-            norm_offset=True,
-            free_head_dim=True,
-            sliding_window=True,
-            activations=_GELU_TANH,
-            read_fields=_read_gemma2,
-            metadata=lambda config: {name: float(getattr(config, name)) for name in _SOFT_CAPS},
-            problems=_gemma2_problems,
-        ),
-        Architecture(
-            "gemma",
-            ("gemma",),
-            LLAMA_LAYER,
-            norm_offset=True,
-            free_head_dim=True,
-            activations=_GELU_TANH,
-            read_fields=_read_gemma,
-            problems=_gemma_problems,
-        ),
-        Architecture(
-            "olmo2",
-            ("olmo2", "olmo3"),
-            {
-                **SEPARATE_QKV,
-                **QK_NORMS,
-                **GATED_MLP,
-                "post_attention_norm": ("post_attention_layernorm",),
-                "post_ffw_norm": ("post_feedforward_layernorm",),
-            },
-            ties_head=False,
-            sliding_window=True,
-            read_fields=_read_olmo2,
-            metadata=lambda config: _pattern_metadata(config, 4),
-            problems=lambda config: _pattern_problems(config, 4),
-        ),
-        Architecture(
-            "gpt-oss",
-            ("gpt_oss",),
-            {
-                "attn_norm": ("input_layernorm",),
-                "post_attention_norm": ("post_attention_layernorm",),
-                **SEPARATE_QKV,
-                "attn_sinks.weight": ("self_attn.sinks",),
-            },
-            experts=True,
-            biases="all",
-            free_head_dim=True,
-            ties_head=False,
-            sliding_window=True,
-            yarn_truncate=False,
-            read_fields=_read_gpt_oss,
-            metadata=lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
-            problems=_gpt_oss_problems,
         ),
         Architecture(
             "phi2",

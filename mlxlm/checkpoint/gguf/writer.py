@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from mlxlm.checkpoint.gguf.k_quants import K_QUANTS, USE_IMPORTANCE
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
 from mlxlm.checkpoint.gguf.tensors import encode_tensor, mxfp4_blocks
 from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
 from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import gets_more_bits
@@ -40,8 +40,7 @@ _VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 _POSITIONS = "position_embd.weight"
 # Besides vectors, biases and positions.
 _FLOAT32 = (
-    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
-    "ssm_norm.weight",
+    "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight",
 )  # fmt: skip
 
 
@@ -95,9 +94,13 @@ def write(
     """
     architecture = architecture_for(config)
     file_tensors = _file_tensors(config, architecture, tensors)
-    types = {name: _tensor_type(name, t, outtype, config, bool(importance)) for name, t in file_tensors.items()}
+    positions = _positions(file_tensors)
+    types = {
+        name: _tensor_type(name, tensor, outtype, config, positions[name], bool(importance))
+        for name, tensor in file_tensors.items()
+    }
     modules = {f"{mapping.name}.weight": mapping.modules[0] for mapping in architecture.weight_mappings(config)}
-    columns = {name: importance.get(module) for name, module in modules.items()} if importance else {}
+    columns = _file_importance(config, architecture, tensors, importance or {})
     packed = {name: mxfp4[module] for name, module in modules.items() if module in mxfp4} if mxfp4 else {}
     types |= dict.fromkeys(packed, "MXFP4")
     if outtype == "MXFP4" and outtype not in types.values():
@@ -117,7 +120,7 @@ def write(
             if name in packed:
                 file.write(mxfp4_blocks(*(part.read() for part in packed[name])))
             else:
-                for chunk in encode_tensor(name, tensor, types[name], columns.get(name)):
+                for chunk in encode_tensor(name, tensor, types[name], columns.get(modules.get(name, name))):
                     file.write(chunk)
             _write_padding(file)
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
@@ -146,42 +149,67 @@ def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: Lazy
     return {**rope_tensors(config), **architecture.to_file(result, config)}
 
 
+def _file_importance(
+    config: ModelConfig, architecture: Architecture, tensors: LazyTensors, importance: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Importance weights with the columns in the order of a file, by module of the decoder."""
+    rows = {}
+    for module, columns in importance.items():
+        name = f"{module}.weight"
+        rows[name] = lazy_tensor(mx.broadcast_to(mx.array(columns)[..., None, :], tensors[name].shape))
+    reordered = architecture.reorder(config, rows, True)
+    return {name.removesuffix(".weight"): np.array(value.read()[..., 0, :]) for name, value in reordered.items()}
+
+
 def _stays_float32(name: str, tensor: LazyTensor) -> bool:
     """Whether llama.cpp's converter writes float32 whatever the type of the matrices."""
     return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith((".bias", *_FLOAT32))
 
 
-def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig, has_importance: bool) -> str:
+def _tensor_type(
+    name: str,
+    tensor: LazyTensor,
+    outtype: str,
+    config: ModelConfig,
+    position: tuple[int, int],
+    has_importance: bool,
+) -> str:
     if _stays_float32(name, tensor):
         return "F32"
     kind, width = _FILE_TYPES[outtype][1], tensor.shape[-1]
     is_head = name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight")
     if kind in K_QUANTS:
-        kind = "Q6_K" if is_head else _mixed_type(name, outtype, config)
+        kind = "Q6_K" if is_head else _mixed_type(name, outtype, config, position)
         kind = kind if width % ggml_type(kind).block_size == 0 else _SMALLER_BLOCKS[kind]
     elif outtype == "MXFP4" and "_exps." not in name or outtype == "Q4_0" and is_head:
         kind = "Q8_0"
-    elif outtype == "Q4_0" and has_importance and "ffn_down" in name and _layer(name) < config.num_hidden_layers // 8:
+    elif outtype == "Q4_0" and has_importance and "ffn_down" in name and position[0] < position[1] // 8:
         kind = "Q4_1"
     return kind if width % ggml_type(kind).block_size == 0 else "F16"
 
 
-def _layer(name: str) -> int:
-    return int(name.split(".")[1]) if name.startswith("blk.") else 0
+def _positions(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """The layer of each tensor and the number of layers; of the values' projections, only layers with one count."""
+    layers = {name: int(name.split(".")[1]) if name.startswith("blk.") else 0 for name in names}
+    positions = {name: (layer, 1 + max(layers.values())) for name, layer in layers.items()}
+    values = sorted(
+        (n for n in layers if n.endswith(".weight") and n.split(".")[-2] in _VALUES), key=layers.__getitem__
+    )
+    return positions | {name: (index, len(values)) for index, name in enumerate(values)}
 
 
-def _mixed_type(name: str, outtype: str, config: ModelConfig) -> str:
+def _mixed_type(name: str, outtype: str, config: ModelConfig, position: tuple[int, int]) -> str:
     """The type of a matrix in a K-quant file, except for the head (`llama_tensor_get_type_impl`)."""
-    kind = _FILE_TYPES[outtype][1]
-    layer, part = _layer(name), name.split(".")[-2]
-    has_more = outtype in ("Q4_K_M", "Q5_K_M") and gets_more_bits(layer, config.num_hidden_layers)
+    kind, part = _FILE_TYPES[outtype][1], name.split(".")[-2]
+    layer, layers = position
+    has_more = outtype in ("Q4_K_M", "Q5_K_M") and gets_more_bits(layer, layers)
     if config.num_experts == 8 and part in ("attn_k", *_VALUES):
         return "Q8_0"
     if part in _VALUES:
         grouped = config.num_attention_heads // config.num_key_value_heads >= 4
         fewer = {"Q2_K": "Q4_K" if grouped else "Q3_K", "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K"}
     elif part.startswith("ffn_down"):
-        fewer = {"Q2_K": "Q3_K", "Q3_K_M": "Q5_K" if layer < config.num_hidden_layers // 16 else "Q4_K"}
+        fewer = {"Q2_K": "Q3_K", "Q3_K_M": "Q5_K" if layer < layers // 16 else "Q4_K"}
     elif part == "attn_output":
         fewer, has_more = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K"}, False
         if config.num_experts == 8:

@@ -89,7 +89,7 @@ MODELS = {
     },
     "nemotron-h": {**_NEMOTRON, "hybrid_override_pattern": "M-*M-*-"},
     "nemotron-3": {
-        **_NEMOTRON, "hybrid_override_pattern": "ME*MEM", "intermediate_size": 32, "n_routed_experts": 5,
+        **_NEMOTRON, "hybrid_override_pattern": "M*EME", "intermediate_size": 32, "n_routed_experts": 5,
         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5,
     },
     "lfm2": {**_CONVOLUTIONS, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
@@ -106,7 +106,9 @@ MODELS = {
     },
     "qwen3-next": {**_HYBRID, "model_type": "qwen3_next", "norm_topk_prob": True},
     "qwen3.5": {**_HYBRID, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
-    "qwen3.5-moe": {**_HYBRID, "model_type": "qwen3_5_moe_text"},
+    "qwen3.5-moe": {
+        **_HYBRID, "model_type": "qwen3_5_moe_text", "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    },
     "glm4-moe": {
         **_LATENT, "model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 32, "n_group": 1, "topk_group": 1,
         "use_qk_norm": True, "attention_bias": True, "rope_scaling": None,
@@ -115,6 +117,10 @@ MODELS = {
     "deepseek-v3": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 2, "topk_group": 1},
     "deepseek-v2-lite": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
     "gpt-oss": {
+        **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "gpt-oss-yarn": {
         **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": 16, "rope_scaling": {**_YARN, "truncate": False},
     },

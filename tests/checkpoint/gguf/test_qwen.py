@@ -15,7 +15,7 @@ from tests.checkpoint.gguf.gguf_models import MODELS, VOCAB
 from tests.checkpoint.raw_files import finish
 
 oracles = pytest.importorskip("tests.transformers_oracle", reason="transformers or PyTorch is not installed")
-KEYS, VALUES, DIM = 2, 6, 16  # heads and their size
+KEYS, VALUES = 2, 6  # heads
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (1, 40))
 
 
@@ -39,12 +39,13 @@ def converted(name, value, reorders):
     if name.endswith("experts.down_proj"):
         return {f"{name}.weight": value}
     if name.endswith("in_proj_qkvz.weight"):  # of each key head: query, key, values, gates
-        parts = np.split(value.reshape(KEYS, -1, value.shape[1]), [DIM, 2 * DIM, 5 * DIM], axis=1)
+        dim = len(value) // (2 * KEYS + 2 * VALUES)
+        parts = np.split(value.reshape(KEYS, -1, value.shape[1]), [dim, 2 * dim, 5 * dim], axis=1)
         *qkv, z = (part.reshape(-1, value.shape[1]) for part in parts)
         return {name.replace("qkvz", "qkv"): np.concatenate(qkv), name.replace("qkvz", "z"): z}
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-        value = value.reshape(len(value), -1)
-        return {name: np.concatenate([value[: 2 * KEYS * DIM], reorder(value[2 * KEYS * DIM :])])}
+        value, keys = value.reshape(len(value), -1), len(value) * 2 * KEYS // (2 * KEYS + VALUES)
+        return {name: np.concatenate([value[:keys], reorder(value[keys:])])}
     if name.endswith(("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight")):
         return {name: reorder(value)}
     if name.endswith("linear_attn.out_proj.weight"):
@@ -63,11 +64,12 @@ def test_files_of_llama_cpp_and_ours_are_the_same(model, architecture, tiny_toke
     oracle.save_pretrained(tmp_path / "folder")
     folder = open_checkpoint(tmp_path / "folder")
     config, kind = folder.config, getattr(gguf_package.MODEL_ARCH, architecture)
+    dim = config.linear_key_head_dim
     sizes = {
         "context_length": 128, "embedding_length": 64, "block_count": 5, "nextn_predict_layers": 1,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32,
-        "attention.value_length": 32, "rope.dimension_count": 8, "ssm.conv_kernel": 4, "ssm.state_size": DIM,
-        "ssm.group_count": KEYS, "ssm.time_step_rank": VALUES, "ssm.inner_size": VALUES * DIM,
+        "attention.value_length": 32, "rope.dimension_count": 8, "ssm.conv_kernel": 4, "ssm.state_size": dim,
+        "ssm.group_count": KEYS, "ssm.time_step_rank": VALUES, "ssm.inner_size": VALUES * dim,
         "full_attention_interval": 2,
     }  # fmt: skip
     if config.num_experts:
@@ -93,11 +95,13 @@ def test_files_of_llama_cpp_and_ours_are_the_same(model, architecture, tiny_toke
 
     logits = oracles.logits_of(oracle, TOKENS)
     found = np.array(load_model(tmp_path / "m.gguf")[0](mx.array(TOKENS)))
-    np.testing.assert_allclose(found, logits, atol=1e-4 * max(1, logits.std()))
+    assert np.abs(found - logits).max() < 5e-4 * logits.std()
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     assert open_checkpoint(tmp_path / "m.gguf").hf_config == family_config(config.with_changes(**ids))
     gguf.write(tmp_path / "ours.gguf", config, folder.tensors, tiny_tokenizer, "F32")
     ours = {tensor.name: tensor.data for tensor in gguf_package.GGUFReader(tmp_path / "ours.gguf").tensors}
     assert ours.keys() == expected.keys()
     for name, array in expected.items():
+        if name.endswith("ffn_gate_inp_shexp.weight"):  # a row of the converter, a vector of llama.cpp's quantizer
+            array = array[0]
         np.testing.assert_allclose(ours[name], array, atol=1e-6, err_msg=name)
