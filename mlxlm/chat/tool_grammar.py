@@ -240,25 +240,28 @@ class _Grammar:
         if "enum" in value or "const" in value:
             texts = (v if isinstance(v, str) else json.dumps(v) for v in value.get("enum", [value.get("const")]))
             return " | ".join(self._literal(text + suffix) for text in texts)
-        if (types := value_types(schema, value)) and not types & STRING:
-            root = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
-            self._rules[name] = f"%json {json.dumps({**value, **root}, ensure_ascii=False)}"
+        root = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+        rule = json.dumps({**value, **root}, ensure_ascii=False)
+        refers_out = re.search('"#("|/properties/)', rule)  # to what isn't part of the rule, as by zod-to-json-schema
+        if (types := value_types(schema, value)) and not types & STRING and not refers_out:
+            self._rules[name] = f"%json {rule}"
             return f"{name} {self._literal(suffix)}"
         if tool.strict and (keywords := {"pattern", "format"} & set(value)):
             problem = f'"{min(keywords)}" can\'t be enforced in the calls of this model'
             raise _parameters_error(tool, problem, '"enum", "minLength" or "maxLength"')
-        return self._text_before(name, suffix, value.get("minLength", 0), value.get("maxLength", ""))
+        return self._text_before(name, suffix, value.get("minLength", 0), value.get("maxLength"))
 
-    def _text_before(self, name: str, suffix: str, min_length: int = 0, max_length: int | str = "") -> str:
+    def _text_before(self, name: str, suffix: str, min_length: int = 0, max_length: int | None = None) -> str:
         """Return an expression: text, which ends where `suffix` first occurs, and the suffix."""
         special = self._special_pattern.search(suffix)
         tag = suffix[: special.start() if special else None].strip()
+        max_text = "" if max_length is None else max(min_length, max_length, 1)
         if special and not tag:
-            text = f"/(?s:.{{{max(1, min_length)},{max_length}}})/" + "?" * (not min_length)
+            text = f"/(?s:.{{{max(1, min_length)},{max_text}}})/" + "?" * (not min_length)
             return f"{text} {self._literal(suffix[special.start() :])}"
         space, _, rest = suffix.partition(tag)
         optional = f"({_escape(space)})?" if space else ""
-        self._rules[f"{name}[lazy]"] = f"/(?s:.{{{min_length},{max_length}}}){optional}{_escape(tag)}/"
+        self._rules[f"{name}[lazy]"] = f"/(?s:.{{{min_length},{max_text}}}){optional}{_escape(tag)}/"
         return f"{name} {self._literal(rest)}"
 
     def _before_arguments(self, tool: Tool) -> str:

@@ -201,7 +201,13 @@ def test_parameters_that_cannot_be_enforced_between_tags(trained, parameters, me
 @pytest.mark.parametrize("family", ["qwen3.5", "glm4.7"])
 def test_arguments_between_tags(trained, family):
     parameters = {
-        "properties": {"ref": {"$ref": "#/$defs/n"}, "any": {}, "long": {"type": "string", "maxLength": 50000}},
+        "properties": {
+            "ref": {"$ref": "#/$defs/n"},
+            "any": {},
+            "long": {"type": "string", "maxLength": 50000},
+            "list": {"type": "array", "items": {"$ref": "#/properties/ref"}},
+            "short": {"type": "string", "maxLength": 0},
+        },
         "$defs": {"n": {"type": "integer"}},
         "required": ["any", "other"],
     }
@@ -209,7 +215,7 @@ def test_arguments_between_tags(trained, family):
     grammar = tool_grammar(format, [Tool("f", parameters=parameters)], tokenizer)
     for arguments, accepted in (
         ({"any": "<b>\n", "other": {}}, True),
-        ({"ref": 5, "any": [], "long": "a" * 99, "more": "x\n"}, True),
+        ({"ref": 5, "any": [], "long": "a" * 99, "list": [5], "short": "", "more": "x\n"}, True),
         ({"ref": "5.", "any": 1}, False),
         ({"ref": 5}, False),
     ):
