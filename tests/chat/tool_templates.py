@@ -178,7 +178,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pythonic": (
         "{% for m in messages %}{% if tools and loop.first %}{{ tools | tojson }}{% endif %}<|im_start|>{{ m.role }}\n"
         "{{ m.content }}{% for call in m.tool_calls %}[{{ call.function.name }}("
-        "{% for key, value in call.function.arguments | items %}{{ key }}={{ value | tojson }}"
+        "{% for key, value in call.function.arguments | items %}{{ key }}=<v>{{ value }}</v>"
         "{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}<|im_end|>\n{% endfor %}" + _PROMPT,
         _CHATML,
     ),
