@@ -23,7 +23,10 @@ _QUANTIZED = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "mxfp4", "q3_k_m", "q2
 _WITH_IMPORTANCE = tuple(name for name in _QUANTIZED if name not in ("q8_0", "mxfp4"))
 # The types of GGUF files.
 _OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", **{name: name.upper() for name in _QUANTIZED}}
-_DTYPE = "Dtype of the weights; in a .gguf file that of the matrices, which can also be quantized.  [default: SOURCE's]"
+_DTYPE = (
+    "Dtype of the weights: float32, float16 or bfloat16; in a .gguf file that of the matrices, also "
+    f"{', '.join(_QUANTIZED)}.  [default: SOURCE's]"
+)
 _OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --outtype
 _CALIBRATION_TEXT = (
     "Text to measure importance weights on, as for llama.cpp's importance matrix; ideally like what the model will "
@@ -36,7 +39,7 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
-@click.option("--dtype", type=click.Choice(list(_OUTTYPES), case_sensitive=False), help=_DTYPE)
+@click.option("--dtype", type=click.Choice(list(_OUTTYPES), case_sensitive=False), metavar="DTYPE", help=_DTYPE)
 @click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
 @click.option("--calibration-text", type=EXISTING_PATH, metavar="PATH", help=_CALIBRATION_TEXT)
 @adapter_option()

@@ -71,7 +71,7 @@ def test_the_help_lists_every_command_on_one_line_of_80_columns(capsys):
         ("generate --model x", "(try: MODEL)"),
         ("evaluate --context_length 3", "(try: --context-length)"),
         ("chat --modle x", "(try: MODEL)"),
-        ("convert a --out b.gguf --dtype q4_k_s", "q4_0 or q4_k_m or q5_k_m or q6_k or mlxlm quantize --bits 4)"),
+        ("convert a --out b.gguf --dtype q4_k_s", "q4_0 or q3_k_m or q2_k or mlxlm quantize --bits 4)"),
         ("convert a --q4", "no option --q4 (try: mlxlm quantize --bits 4)"),
         ("quantize a --4bit", "no option --4bit (try: --bits 4)"),
         ("quantize a --bits int8", "(try: --bits 8)"),

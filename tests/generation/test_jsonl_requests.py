@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, get_engine, run_batch
 from mlxlm.generation.gumbel_noise import derive_seed
-from mlxlm.generation.jsonl import MAX_LINE_BYTES, BadRequest, PromptEncoder, RequestReader
+from mlxlm.generation.jsonl import MAX_LINE_BYTES, BadRequest, EncodedPrompt, PromptEncoder, RequestReader
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
@@ -24,7 +24,7 @@ def reader(lm):
 
     def encode_messages(messages):
         text = "|".join(f"{m['role']}:{m['content']}" for m in messages)
-        return lm.tokenizer.encode(text), frozenset([1])
+        return EncodedPrompt(lm.tokenizer.encode(text), frozenset([1]))
 
     def make(defaults=DEFAULTS, as_chat=False, system_prompt=None, **settings):
         encoder = PromptEncoder(lm, encode_messages, as_chat=as_chat, system_prompt=system_prompt)

@@ -99,7 +99,9 @@ def test_activations_of_a_chunk_are_as_many_as_were_counted(lm):
 def test_a_prompt_that_can_not_fit_is_refused(lm):
     engine = Engine(lm, max_kv_bytes=KVMemory(lm, KVOptions(), 0).reserved_bytes(48))
     assert len(engine.submit(request([7] * 47, 1)).result().tokens) == 1
-    with pytest.raises(PromptTooLongError, match=r"too long: 48 tokens, and memory has room for 47 \(try: a larger"):
+    with pytest.raises(
+        PromptTooLongError, match=r"too long: 48 tokens, and memory has room for 47 \(try: fewer tokens"
+    ):
         engine.submit(request([7] * 48))
 
 

@@ -54,6 +54,16 @@ KINDS = {  # by the kinds of their caches
         },
     ),
 }  # fmt: skip
+DIVISIBLE = (  # recurrent and full, in a class that mlx_lm can divide
+    "qwen3_5",
+    {
+        "text_config": {
+            **BASE, "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_value_heads": 4,
+            "linear_num_key_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+        }
+    },
+)  # fmt: skip
 POSITIONS = "positions as numbers"  # of gpt_bigcode, which needs its position in Python
 
 
@@ -220,7 +230,7 @@ def build(kind, values):
 
 
 def test_mlx_lm_divides_its_models_over_processes(monkeypatch):
-    whole, *parts = [build(*KINDS["recurrent and full"]) for _ in range(3)]
+    whole, *parts = [build(*DIVISIBLE) for _ in range(3)]
     expected = logits_of(whole)
     monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: group.ranks.all_sum(x))
 
@@ -238,10 +248,10 @@ def test_mlx_lm_divides_its_models_over_processes(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "problem"),
-    [("recurrent", "mlx_lm has no tensor parallelism"), ("recurrent and full", ".*fewer processes")],
+    [(KINDS["recurrent"], "mlx_lm has no tensor parallelism"), (DIVISIBLE, ".*fewer processes")],
 )
 def test_models_that_mlx_lm_cannot_divide(kind, problem):
     group = thread_groups(3)[0]
     group.mlx_group = MlxGroup(group)
     with pytest.raises(CheckpointError, match=f"here can't be split over 3 processes: {problem}"):
-        shard_with_mlx_lm(build(*KINDS[kind]), group, Path("here"))
+        shard_with_mlx_lm(build(*kind), group, Path("here"))
