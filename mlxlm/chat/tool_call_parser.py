@@ -125,8 +125,7 @@ class ToolCallParser:
             return len(text) - len(text.lstrip())
         trigger = self._format.trigger
         start = text.find(trigger)
-        partial = (n for n in range(min(len(trigger) - 1, len(text)), 0, -1) if text.endswith(trigger[:n]))
-        return len(text) - next(partial, 0) if start < 0 else start
+        return len(text) - partial_length(text, trigger) if start < 0 else start
 
     def _parse_text(self, events: list[ToolEvent]) -> None:
         """Parse text up to a call. White space stays pending, since a call may follow."""
