@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlxlm.chat.messages import Message, Tool, ToolCall
 from mlxlm.utils.errors import TokenizerError
@@ -36,11 +36,6 @@ class ArgumentFormat:
     prefix: str
     between: str
     suffix: str
-
-    def render(self, key: str, value: Any) -> str:
-        """Return an argument as text."""
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return f"{self.prefix}{key}{self.between}{text}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,11 @@ class ToolFormat:
         return f"{self.prefix}{(self.separator or self.suffix + self.prefix).join(bodies)}{self.suffix}"
 
     def _render_arguments(self, arguments: Mapping[str, Any]) -> str:
-        if self.argument is None:
+        tags = self.argument
+        if tags is None:
             return json.dumps(arguments, ensure_ascii=False)
-        return "".join(self.argument.render(key, value) for key, value in arguments.items())
+        texts = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in arguments.values())
+        return "".join(f"{tags.prefix}{k}{tags.between}{t}{tags.suffix}" for k, t in zip(arguments, texts, strict=True))
 
 
 # Llama 3 may write this token before calls that are all of the answer. Its template doesn't show it.
@@ -217,7 +214,7 @@ def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
         try:
             text = _after_header(answer, render([question, two], tools, style))
             spans = _call_spans(text)
-            separator = _without_id(text[spans[0].end : spans[1].name], two) if len(spans) == 2 else None
+            separator = _without_id(text[spans[0][2] : spans[1][0]], two) if len(spans) == 2 else None
         except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
             separator = None
         return replace(format, separator=separator), style
@@ -262,18 +259,12 @@ def _common_length(one: list[str], other: list[str]) -> int:
     return len("".join(os.path.commonprefix([one, other])))  # of lists, in spite of its name
 
 
-class _CallSpan(NamedTuple):
-    """Where a text has the name of a call, and where its arguments begin and end."""
-
-    name: int
-    arguments: int
-    end: int
-    argument: ArgumentFormat | None
+_CallSpan = tuple[int, int, int, ArgumentFormat | None]
 
 
 def _call_spans(text: str) -> list[_CallSpan]:
-    """Return where the calls of the probe are in a text."""
-    spans = []
+    """Return the start of the name, and the start, end and format of the arguments of the probe's calls in a text."""
+    spans: list[_CallSpan] = []
     decoder = json.JSONDecoder()
     for match in re.finditer(f"({'|'.join(_NAMES)})(?=[^{{]*({{))", text):
         try:
@@ -281,7 +272,7 @@ def _call_spans(text: str) -> list[_CallSpan]:
         except ValueError:
             continue
         if arguments == _ARGUMENTS:
-            spans.append(_CallSpan(match.start(), match.start(2), end, None))
+            spans.append((match.start(), match.start(2), end, None))
     return spans or list(filter(None, (_tagged_span(text, match) for match in _TAGGED_CALL.finditer(text))))
 
 
@@ -291,14 +282,14 @@ _TAGGED_CALL = re.compile(
 
 
 def _tagged_span(text: str, match: re.Match[str]) -> _CallSpan | None:
-    """Return where a call has its arguments, if there is a tag after each value."""
+    """Return what `_call_spans` does for one call, if there are tags around each argument."""
     before, between, middle = match.groups()
     length = _common_length(split_tags(middle), split_tags(text[match.end() :]))
     prefix, suffix = middle[length:], middle[:length]
     if not (prefix.strip() and between.strip() and suffix.strip() and before.endswith(prefix)):
         return None
-    argument = ArgumentFormat(prefix, between, suffix)
-    return _CallSpan(match.start(), match.end(1) - len(prefix), match.end() + length, argument)
+    start, end = match.end(1) - len(prefix), match.end() + length
+    return match.start(), start, end, ArgumentFormat(prefix, between, suffix)
 
 
 def _without_id(text: str, message: Message) -> str:
