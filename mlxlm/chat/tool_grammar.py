@@ -220,25 +220,28 @@ class _Grammar:
 
     def _add_tagged(self, name: str, schema: Mapping[str, Any], tool: Tool, format: ArgumentFormat) -> None:
         """Add a rule for arguments with tags, in the order of the schema, as llguidance has them in JSON."""
-        arguments, required = [], schema.get("required", ())
+        arguments, required, prefix = [], schema.get("required", ()), self._literal(format.prefix)
         for number, (key, value) in enumerate(schema.get("properties", {}).items()):
             rule = f"{name}_{number}"
             value = self._tagged_value(f"{rule}_value", resolve_reference(schema, value), schema, tool, format.suffix)
-            self._rules[rule] = f"{self._literal(format.prefix + key + format.between)} ({value})"
+            self._rules[rule] = f"{prefix} {self._literal(key + format.between)} ({value})"
             arguments.append(rule if key in required else f"{rule}?")
         if schema.get("additionalProperties") is not False:
             if tool.strict:
-                problem = "they allow arguments without a name, which can't be enforced in the calls of this model"
+                problem = "arguments that aren't in \"properties\" can't be checked in the calls of this model"
                 raise _parameters_error(tool, problem, '"additionalProperties": false')
-            key, value = f"{self._literal(format.prefix)} /[\\w.-]+/", self._text_before(f"{name}_more", format.suffix)
-            arguments.append(f"({key} {self._literal(format.between)} {value})*")
+            value = self._text_before(f"{name}_more", format.suffix)
+            arguments.append(f"({prefix} /[\\w.-]+/ {self._literal(format.between)} {value})*")
         self._rules[name] = " ".join(arguments) or '""'
 
     def _tagged_value(self, name: str, value: Any, schema: Mapping[str, Any], tool: Tool, suffix: str) -> str:
         """Return an expression: the value of an argument and the text after it."""
         value = value if isinstance(value, Mapping) else {}
         if "enum" in value or "const" in value:
-            texts = (v if isinstance(v, str) else json.dumps(v) for v in value.get("enum", [value.get("const")]))
+            texts = (
+                v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+                for v in value.get("enum", [value.get("const")])
+            )
             return " | ".join(self._literal(text + suffix) for text in texts)
         root = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
         rule = json.dumps({**value, **root}, ensure_ascii=False)

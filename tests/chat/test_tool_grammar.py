@@ -189,7 +189,7 @@ def test_parameters_that_cannot_be_enforced(trained, parameters, strict, message
     ("parameters", "message"),
     [
         ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, '"pattern" can\'t be enforced in the calls'),
-        ({"type": "object"}, "arguments without a name"),
+        ({"type": "object"}, 'arguments that aren\'t in "properties"'),
     ],
 )
 def test_parameters_that_cannot_be_enforced_between_tags(trained, parameters, message):
@@ -216,6 +216,7 @@ def test_arguments_between_tags(trained, family):
     for arguments, accepted in (
         ({"any": "<b>\n", "other": {}}, True),
         ({"ref": 5, "any": [], "long": "a" * 99, "list": [5], "short": "", "more": "x\n"}, True),
+        ({"any": 1, "lone": 2, "lon": 3}, True),
         ({"ref": "5.", "any": 1}, False),
         ({"ref": 5}, False),
     ):
