@@ -32,7 +32,7 @@ class PlainTextEncoder:
     name = PLAIN
     eos_token_ids: frozenset[int] = frozenset()
     generation_prefix = ""
-    may_reason = False
+    may_reason = has_effort = False
     reasoning_tags = THINK
     skip_special_tokens = True
     tool_format = JSON_FORMAT

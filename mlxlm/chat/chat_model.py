@@ -90,7 +90,8 @@ class ChatModel:
         unchanged = [name for name, value in vars(self.defaults).items() if getattr(options, name) == value]
         options = replace(options, **{name: getattr(other.defaults, name) for name in unchanged})
         other.check(options)
-        other.reasoning_effort = self.reasoning_effort
+        if other.chat_encoder.has_effort:
+            other.reasoning_effort = self.reasoning_effort
         return other, options
 
     def set_tools(self, tools: Sequence[Callable[..., Any] | CallableTool], options: GenerationOptions) -> None:

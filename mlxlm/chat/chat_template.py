@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxlm.chat.harmony import CALL
 from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
-from mlxlm.chat.reasoning import HARMONY, THINK, reasoning_tags, split
+from mlxlm.chat.reasoning import HARMONY, THINK, effort_variables, reasoning_tags, split
 from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.tokenizer import check_length
@@ -103,6 +103,7 @@ class ChatTemplate:
         special: Pattern that matches the tokenizer's special tokens.
         eos_token_ids: The special token that the template puts behind an answer, if any.
         may_reason: Whether the template knows reasoning.
+        has_effort: Whether the template reads a reasoning effort.
         reasoning_tags: How the model writes reasoning: as in its template, or between <think> and </think>.
         skip_special_tokens: Whether special tokens aren't part of an answer: unless reasoning is written with them.
         generation_prefix: What the template puts at the start of an answer, such as "<think>" and a line feed, or "".
@@ -127,6 +128,7 @@ class ChatTemplate:
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         tags = reasoning_tags(source)
         self.may_reason, self.reasoning_tags = tags is not None, tags or THINK
+        self.has_effort = any(name in source for name in effort_variables("none"))
         self.skip_special_tokens = not self.special.search(self.reasoning_tags.open)
         self.eos_token_ids = self._find_eos_token_ids()
         self.generation_prefix = self.reasoning_tags.open_tag(self.render([Message("user", "?")]))

@@ -157,11 +157,13 @@ class Chat:
 
     @property
     def reasoning_effort(self) -> str | None:
-        """How much the model should reason. Setting it raises GenerationError for another value than `Chat` takes."""
+        """How much the model should reason. Setting it raises GenerationError if its template can't be told."""
         return self._chat_model.reasoning_effort
 
     @reasoning_effort.setter
     def reasoning_effort(self, effort: str | None) -> None:
+        if effort is not None and not self._chat_model.chat_encoder.has_effort:
+            raise GenerationError("the chat template reads no reasoning effort", "a model that reasons")
         self._chat_model.reasoning_effort = check_effort(effort)
 
     @property

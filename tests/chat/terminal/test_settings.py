@@ -30,11 +30,21 @@ def test_settings(lm):
     assert (
         chat.context_overflow == "stop" and settings_text(settings, chat)["context_overflow"] == "ask"
     )  # the terminal does
-    set_setting(settings, chat, "reasoning_effort", "low")
-    assert (chat.reasoning_effort, settings_text(settings, chat)["reasoning_effort"]) == ("low", "low")
-    set_setting(settings, chat, "reasoning_effort", "default")
-    assert chat.reasoning_effort is None
     assert settings_text(settings, chat)["logit_bias"] == "5=-2.0 6=1.5"
+
+
+def test_a_reasoning_effort_needs_a_template_that_reads_it(lm):
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    reasons = replace(lm, tokenizer=copy(lm.tokenizer))
+    reasons.tokenizer.chat_template = template
+    chat, settings = Chat(reasons), Settings()
+    set_setting(settings, chat, "reasoning_effort", "none")
+    assert (chat.reasoning_effort, settings_text(settings, chat)["reasoning_effort"]) == ("none", "none")
+    chat.lm = lm
+    assert chat.reasoning_effort is None
+    set_setting(settings, chat, "reasoning_effort", "default")
+    with pytest.raises(GenerationError, match="the chat template reads no reasoning effort"):
+        set_setting(settings, chat, "reasoning_effort", "low")
 
 
 @pytest.mark.parametrize(
