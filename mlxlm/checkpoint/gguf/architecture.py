@@ -83,7 +83,7 @@ class Architecture:
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
         recurrent: Value of `layer_types` of its recurrent layers. A file has no key-value heads for them, unless
             `read_fields` and `metadata` say otherwise.
-        sliding_window: Reads `attention.sliding_window`.
+        sliding_window: It has layers with sliding windows, or with chunked attention.
         rope_types: Values of `rope_type` that it computes.
         yarn_multiplier: Its YaRN has an `mscale`, and the same `mscale_all_dim`.
         yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.

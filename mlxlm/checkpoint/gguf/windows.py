@@ -1,6 +1,7 @@
-"""llama.cpp's models with sliding windows in some layers: Gemma, OLMo 2 and 3, and GPT-OSS.
+"""llama.cpp's models with windows in some layers: Gemma, OLMo 2 and 3, Cohere, EXAONE 4, Llama 4 and GPT-OSS.
 
-Source: src/models/gemma2.cpp, gemma3.cpp, olmo2.cpp and openai-moe.cpp of llama.cpp.
+Source: src/models/gemma2.cpp, gemma3.cpp, olmo2.cpp, command-r.cpp, cohere2.cpp, exaone4.cpp, llama4.cpp and
+openai-moe.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -184,9 +185,10 @@ def _cohere2_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _exaone4_problems(config: ModelConfig) -> Iterator[str]:
-    """Of EXAONE 4, llama.cpp recognizes the 32B model, the one with windows, by its number of layers."""
-    if (config.sliding_window is not None) != (config.num_hidden_layers == _LARGE):
-        yield f"it needs a sliding_window with {_LARGE} layers, and none with another number of them"
+    """llama.cpp recognizes the 32B model, the one with windows, by its number of layers."""
+    is_large = config.num_hidden_layers == _LARGE
+    if (config.sliding_window is not None) != is_large:
+        yield f"sliding_window must {'not ' if is_large else ''}be null with {config.num_hidden_layers} layers"
     yield from _pattern_problems(config, 4)
 
 
