@@ -53,8 +53,8 @@ def validate_scaling(scaling: Any, dims: int, base: float) -> Iterator[str]:
             bounds = _BOUNDS if is_positive(value) else ""
             yield f"rope_scaling: {name} is {short_repr(value)}, {rope_type} needs a positive number{bounds}"
     low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
-    if rope_type == "llama3" and is_positive(low) and is_positive(high) and low >= high:
-        yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"
+    if rope_type == "llama3" and is_positive(low) and is_positive(high) and low > high:
+        yield f"rope_scaling: low_freq_factor {low} must be at most high_freq_factor {high}"
     if rope_type == "dynamic" and dims == 2:
         yield "rope_scaling: dynamic needs more than 2 rotary dimensions"
     if rope_type == "yarn" and base <= 1:
@@ -104,7 +104,8 @@ def _llama3_wavelength(wavelength: float, scaling: Mapping[str, Any]) -> float:
     """Multiply long wavelengths by `factor`, keep short ones, interpolate between (Llama Team 2024, 3.4.2)."""
     turns = scaling["original_max_position_embeddings"] / (2 * math.pi * wavelength)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    weight = min(1.0, max(0.0, (turns - low) / (high - low)))
+    width = high - low or 1e-9  # no interpolation in Llama 4 Scout
+    weight = min(1.0, max(0.0, (turns - low) / width))
     return wavelength / ((1 - weight) / scaling["factor"] + weight)
 
 

@@ -134,8 +134,8 @@ def test_invalid_values(change, expected):
 def test_bounds_of_llama3_scaling():
     scaling = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 32}
     ModelConfig(**SIZES, rope_scaling={**scaling, "low_freq_factor": 1, "high_freq_factor": 4})
-    with pytest.raises(ConfigError, match="low_freq_factor 4 must be less than high_freq_factor 4"):
-        ModelConfig(**SIZES, rope_scaling={**scaling, "low_freq_factor": 4, "high_freq_factor": 4})
+    with pytest.raises(ConfigError, match="low_freq_factor 4 must be at most high_freq_factor 2"):
+        ModelConfig(**SIZES, rope_scaling={**scaling, "low_freq_factor": 4, "high_freq_factor": 2})
     with pytest.raises(ConfigError, match="low_freq_factor is None.*; .*high_freq_factor is 'x'"):
         ModelConfig(**SIZES, rope_scaling={**scaling, "high_freq_factor": "x"})
 

@@ -269,6 +269,7 @@ CASES = {
             "floor_scale": 10,
             "attn_scale": 0.7,
             "no_rope_layer_interval": 3,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
         },
     ),
     "llama4, other layers": (

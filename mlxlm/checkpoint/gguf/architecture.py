@@ -83,7 +83,7 @@ class Architecture:
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
         recurrent: Value of `layer_types` of its recurrent layers. A file has no key-value heads for them, unless
             `read_fields` and `metadata` say otherwise.
-        sliding_window: Reads `attention.sliding_window`.
+        sliding_window: It has layers with sliding windows, or with chunked attention.
         rope_types: Values of `rope_type` that it computes.
         yarn_multiplier: Its YaRN has an `mscale`, and the same `mscale_all_dim`.
         yarn_truncate: The value of YaRN's `truncate` in its models, which isn't in the files.
@@ -155,7 +155,7 @@ class Architecture:
     @property
     def norm_eps_key(self) -> str:
         """Key of the epsilon of its norms."""
-        norm = "layer_norm" if self.fixed_values.get("norm") == "layer" else "layer_norm_rms"
+        norm = "layer_norm" if self.fixed_values.get("norm", "").startswith("layer") else "layer_norm_rms"
         return f"attention.{norm}_epsilon"
 
     @property
@@ -172,6 +172,8 @@ class Architecture:
             for matrix in sublayer.matrices
         }
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        norm_heads = {f"{name}_norm": n for name, n in heads.items()} if config.qk_norm == "layer_per_head" else {}
+        heads |= norm_heads
         experts = {**(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
         experts |= _SHARED_EXPERT if config.shared_expert_intermediate_size else {}
         layer = {**self.layer, **(_MAMBA if self.recurrent == "mamba" else {}), **({} if self.mlp_layer else experts)}
@@ -192,8 +194,11 @@ class Architecture:
                 fused_rows = tuple(rows[module] for module in full_names) if len(modules) > 1 else ()
                 groups = getattr(config, self.groups[name]) if name in self.groups else 1
                 mappings.append(
-                    WeightMapping(f"blk.{file_layer}.{name}", full_names, fused_rows, groups, interleaved=interleaved)
-                )
+                    WeightMapping(
+                        f"blk.{file_layer}.{name}", full_names, fused_rows, groups, interleaved=interleaved,
+                        rotary_dims=config.rotary_dims, head_vectors=norm_heads.get(name, 0),
+                    )
+                )  # fmt: skip
         return mappings
 
 

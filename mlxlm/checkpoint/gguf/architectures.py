@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxlm.checkpoint.gguf import deepseek2, hybrids, qwen, windows
 from mlxlm.checkpoint.gguf.architecture import (
+    GATED_MLP,
     LLAMA_LAYER,
     NORMS,
     PLAIN_MLP,
@@ -31,6 +32,7 @@ _FUSED_QKV = {
     "attn_output": ("self_attn.o_proj",),
 }
 _GPT_LAYER = {**NORMS, **_FUSED_QKV, **PLAIN_MLP}
+_FUSED_GATED_MLP = {"ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)}
 _TEMPERATURE, _BETA = "attention.temperature_scale", "llama_4_scaling_beta"
 
 
@@ -43,6 +45,10 @@ def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
         yield f"clip_qkv is {config.clip_qkv:g}"
     if config.norm_topk_prob:
         yield "norm_topk_prob is True"
+    yield from _grouped_query_problems(config)
+
+
+def _grouped_query_problems(config: ModelConfig) -> Iterator[str]:
     if config.num_key_value_heads != config.num_attention_heads:
         yield "num_key_value_heads isn't num_attention_heads"
 
@@ -120,6 +126,15 @@ def _read_falcon(keys: MetadataReader) -> dict[str, Any]:
 def _falcon_problems(config: ModelConfig) -> Iterator[str]:
     if config.positions != "rope" or not config.parallel_residual:
         yield "its falcon needs rotary positions and parallel_attn"
+
+
+def _read_stablelm(keys: MetadataReader) -> dict[str, Any]:
+    """StableLM 2 12B has parallel sublayers with one norm, and norms of queries and keys."""
+    return {
+        "use_parallel_residual": not keys.has_tensor("blk.0.ffn_norm.weight"),
+        "qk_layernorm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+        "use_qkv_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
 
 
 ARCHITECTURES = {
@@ -211,6 +226,32 @@ ARCHITECTURES = {
             problems=_olmoe_problems,
         ),
         Architecture(
+            "minimax-m2",
+            ("minimax_m2",),
+            {**LLAMA_LAYER, **QK_NORMS},
+            experts=True,
+            biases="none",
+            free_head_dim=True,
+            ties_head=False,
+            read_fields=read_experts,
+            metadata=lambda config: {
+                "expert_feed_forward_length": config.moe_intermediate_size,
+                "expert_gating_func": deepseek2.GATING[config.router],
+            },
+        ),
+        Architecture(
+            "dots1",
+            ("dots1",),
+            {**LLAMA_LAYER, **QK_NORMS},
+            experts=True,
+            biases="none",
+            free_head_dim=True,
+            ties_head=False,
+            read_fields=lambda keys: {**deepseek2.read_glm4_moe(keys), "sliding_window": None},
+            metadata=deepseek2.router_metadata,
+            problems=lambda config: (*deepseek2.glm4_moe_problems(config), *_grouped_query_problems(config)),
+        ),
+        Architecture(
             "smollm3",
             ("smollm3",),
             LLAMA_LAYER,
@@ -232,6 +273,70 @@ ARCHITECTURES = {
         ),
         *hybrids.ARCHITECTURES,
         *windows.ARCHITECTURES,
+        Architecture(
+            "glm4",
+            ("glm4",),
+            {
+                **SEPARATE_QKV,
+                **_FUSED_GATED_MLP,
+                "attn_norm": ("input_layernorm",),
+                "post_attention_norm": ("post_attention_layernorm",),
+                "ffn_norm": ("pre_feedforward_layernorm",),
+                "post_ffw_norm": ("post_feedforward_layernorm",),
+            },
+            interleaved=True,
+            free_head_dim=True,
+            read_fields=read_biases,
+        ),
+        Architecture(
+            "chatglm",
+            ("glm",),
+            {**NORMS, **SEPARATE_QKV, **_FUSED_GATED_MLP},
+            interleaved=True,
+            read_fields=lambda keys: {
+                **read_biases(keys),
+                "head_dim": keys.count("embedding_length") // keys.count("attention.head_count"),
+            },
+        ),
+        Architecture(
+            "stablelm",
+            ("stablelm",),
+            {**LLAMA_LAYER, **QK_NORMS},
+            ties_head=False,
+            read_fields=_read_stablelm,
+        ),
+        Architecture(
+            "ernie4_5",
+            ("ernie4_5",),
+            LLAMA_LAYER,
+            interleaved=True,
+            biases="none",
+            free_head_dim=True,
+        ),
+        Architecture(
+            "seed_oss",
+            ("seed_oss",),
+            {**LLAMA_LAYER, "post_attention_norm": LLAMA_LAYER["ffn_norm"]},
+            free_head_dim=True,
+            read_fields=read_biases,
+        ),
+        Architecture(
+            "exaone",
+            ("exaone",),
+            LLAMA_LAYER,
+            biases="none",
+            rope_types=(*ROPE_TYPES, "llama3"),
+        ),
+        Architecture(
+            "olmo",
+            ("olmo",),
+            {**SEPARATE_QKV, **GATED_MLP},
+            {"token_embd": "model.embed_tokens", "output": "lm_head"},
+            interleaved=True,
+            biases="none",
+            read_fields=lambda keys: {"clip_qkv": keys.number("attention.clamp_kqv", 0.0) or None},
+            metadata=lambda config: {} if config.clip_qkv is None else {"attention.clamp_kqv": float(config.clip_qkv)},
+        ),
         Architecture(
             "arcee",
             ("arcee",),
@@ -260,7 +365,7 @@ ARCHITECTURES = {
         Architecture(
             "phi3",
             ("phi3",),
-            {**NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
+            {**NORMS, **_FUSED_QKV, **_FUSED_GATED_MLP},
             biases="none",
             rope_types=(*ROPE_TYPES, "longrope"),
             read_fields=lambda keys: {"sliding_window": keys.count("attention.sliding_window", 0) or None},

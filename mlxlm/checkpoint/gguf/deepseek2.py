@@ -39,7 +39,7 @@ GLM4_MOE_LAYER = {
     "post_attention_norm": ("post_attention_layernorm",),
     **{name: modules for name, modules in LAYER.items() if name.startswith("ffn_") and name != "ffn_norm"},
 }
-_GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
+GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
 YARN_LOG = "rope.scaling.yarn_log_multiplier"  # here a tenth of mscale and mscale_all_dim
 
 
@@ -50,7 +50,7 @@ def read_fields(keys: MetadataReader) -> dict[str, Any]:
             for part in ("key", "value"))  # fmt: skip
     key_dim, value_dim = dims
     keys.check(key_dim > rotary, f"attention.key_length is {key_dim}, it must be more than {rotary} rotary dimensions")
-    is_v3 = keys.count("expert_gating_func", 0) == _GATING["sigmoid"]
+    is_v3 = keys.count("expert_gating_func", 0) == GATING["sigmoid"]
     groups = keys.count("expert_group_count", 1)
     rope = read_rope_parameters(keys, rotary)
     if rope["rope_type"] == "yarn" and (multiplier := keys.number(YARN_LOG, 0.0)):
@@ -91,7 +91,7 @@ def router_metadata(config: ModelConfig) -> dict[str, Any]:
         "expert_shared_count": write_shared_experts(config)["n_shared_experts"],
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_weights_norm": config.norm_topk_prob,
-        "expert_gating_func": _GATING[config.router],
+        "expert_gating_func": GATING[config.router],
     }
 
 

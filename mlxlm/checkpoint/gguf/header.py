@@ -337,6 +337,15 @@ class MetadataReader:
         self.check(0 <= value < 2**31, f"{key} is {value}, it must be a size")
         return value
 
+    def flags(self, short: str, layers: int) -> list[bool] | None:
+        """True or false for each layer; None if the key has no list."""
+        key = f"{self.architecture}.{short}"
+        value = self.header.metadata.get(key)
+        if not isinstance(value, Array):
+            return None
+        self.check(value.count == layers, f"{key} has {value.count} values, one for each of {layers} layers is needed")
+        return [self._check_type(key, bool, "true or false", item) for item in value.read()]
+
     def number(self, short: str, default: float | None = None) -> float:
         """A float32 as its shortest decimal: 1e-05 and not 9.999999747378752e-06."""
         value = self._get(f"{self.architecture}.{short}", (int, float), "a number", default)

@@ -5,6 +5,7 @@ llama.cpp stores Llama 3's scaling as a table of divisors, one per frequency, an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,7 +24,8 @@ _LLAMA3_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (_LLAMA3_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 _LLAMA3_CONTEXT = 8192  # original context length of Llama 3, which its GGUF files don't contain
-_LLAMA3_BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; not in their GGUF files
+# Of all Llama 3 models, and of Llama 4; not in their GGUF files.
+_LLAMA3_BOUNDS = tuple({"low_freq_factor": 1.0, "high_freq_factor": high} for high in (4.0, 1.0))
 _MAX_FREQUENCIES = 4096  # of a head; most have 64
 _YARN_FIELDS = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
 
@@ -41,8 +43,8 @@ def rope_problems(config: ModelConfig, architecture: Architecture) -> Iterator[s
         yield f"rope_type is {kind!r}, it supports {', '.join(supported)}"
     if kind == "longrope" and "factor" in scaling:
         yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
-    if kind == "llama3" and any(scaling[name] != value for name, value in _LLAMA3_BOUNDS.items()):
-        yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
+    if kind == "llama3" and not any(bounds.items() <= scaling.items() for bounds in _LLAMA3_BOUNDS):
+        yield "its low_freq_factor must be 1 and its high_freq_factor 4 or 1, since GGUF does not store them"
     if kind == "yarn" and scaling.get("truncate", True) != yarn_truncate:
         yield f"YaRN's truncate must be {str(yarn_truncate).lower()}"
     if kind == "yarn" and architecture.yarn_multiplier:
@@ -133,9 +135,10 @@ def _read_llama3(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
         return None
     stored = keys.count("rope.scaling.original_context_length", 0)
     factor = float(factors.max())
-    for original in dict.fromkeys((stored or _LLAMA3_CONTEXT, _LLAMA3_CONTEXT)):
+    originals = dict.fromkeys((stored or _LLAMA3_CONTEXT, _LLAMA3_CONTEXT))
+    for bounds, original in itertools.product(_LLAMA3_BOUNDS, originals):
         lengths = {"factor": factor, "original_max_position_embeddings": original}
-        scaling = {"rope_type": "llama3", **lengths, **_LLAMA3_BOUNDS}
+        scaling = {"rope_type": "llama3", **lengths, **bounds}
         if factor > 1 and np.allclose(llama3_factors(scaling, theta, 2 * len(factors)), factors, rtol=1e-4):
             return scaling
     raise keys.error(f"{_LLAMA3_FACTORS} is not the scaling of a Llama 3 model, the only one that is supported")

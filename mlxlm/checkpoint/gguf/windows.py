@@ -1,6 +1,7 @@
-"""llama.cpp's models with sliding windows in some layers: Gemma, OLMo 2 and 3, and GPT-OSS.
+"""llama.cpp's models with windows in some layers: Gemma, OLMo 2 and 3, Cohere, EXAONE 4, Llama 4 and GPT-OSS.
 
-Source: src/models/gemma2.cpp, gemma3.cpp, olmo2.cpp and openai-moe.cpp of llama.cpp.
+Source: src/models/gemma2.cpp, gemma3.cpp, olmo2.cpp, command-r.cpp, cohere2.cpp, exaone4.cpp, llama4.cpp and
+openai-moe.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from mlxlm.checkpoint.gguf.architecture import (
     GATED_MLP,
     LLAMA_LAYER,
     QK_NORMS,
+    ROPE_TYPES,
     SEPARATE_QKV,
     Architecture,
     read_biases,
@@ -20,7 +22,8 @@ from mlxlm.checkpoint.gguf.architecture import (
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.components import CHUNKED, FULL, SLIDING
+from mlxlm.families.family import inverse
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GEMMA2_LAYER = {
@@ -31,6 +34,17 @@ _GEMMA2_LAYER = {
     "ffn_norm": ("pre_feedforward_layernorm",),
     "post_ffw_norm": ("post_feedforward_layernorm",),
 }
+_OUTPUT_NORM_LAYER = {
+    **SEPARATE_QKV,
+    **QK_NORMS,
+    **GATED_MLP,
+    "post_attention_norm": ("post_attention_layernorm",),
+    "post_ffw_norm": ("post_feedforward_layernorm",),
+}
+_COHERE_LAYER = {"attn_norm": ("input_layernorm",), **SEPARATE_QKV, **QK_NORMS, **GATED_MLP}
+_LARGE = 64  # layers of Command R+ and EXAONE 4 32B, which differ from the smaller ones
+_CHUNK = 8192  # of Llama 4's attention
+_MAVERICK_EXPERTS = 128  # Llama 4 Maverick, which llama.cpp recognizes by them, has no norms of queries and keys
 _SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, with its defaults
 
 
@@ -76,10 +90,13 @@ def _alternating_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _read_pattern(keys: MetadataReader, default: int) -> dict[str, Any]:
-    """The layers with a window: all but each that is a multiple of the pattern."""
+    """The layers with a window: all but each that is a multiple of the pattern, which may be a list instead."""
     window, layers = keys.count("attention.sliding_window", 0), keys.count("block_count")
-    pattern = keys.count("attention.sliding_window_pattern", default) or default
-    types = [SLIDING if window and (i + 1) % pattern else FULL for i in range(layers)]
+    windows = keys.flags("attention.sliding_window_pattern", layers)
+    if windows is None:
+        pattern = keys.count("attention.sliding_window_pattern", default) or default
+        windows = [(i + 1) % pattern != 0 for i in range(layers)]
+    types = [SLIDING if window and has_window else FULL for has_window in windows]
     return {"sliding_window": window or None, "layer_types": types}
 
 
@@ -140,6 +157,73 @@ def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
     return {"model_type": "olmo3", **read_biases(keys), **_read_pattern(keys, 4), **ropes}
 
 
+def _read_cohere(keys: MetadataReader) -> dict[str, Any]:
+    return {
+        "logit_scale": keys.number("logit_scale", 0.0) or 1.0,
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+        **read_biases(keys),
+    }
+
+
+def _cohere_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {"logit_scale": inverse(config.logits_scaling)}
+
+
+def _cohere_problems(config: ModelConfig) -> Iterator[str]:
+    if not config.tie_word_embeddings:
+        yield "tie_word_embeddings is False"
+    is_large = config.num_hidden_layers >= _LARGE
+    if config.model_type == "cohere" and (config.qk_norm is not None) != is_large:
+        yield f"use_qk_norm must be {is_large} with {config.num_hidden_layers} layers"
+
+
+def _cohere2_problems(config: ModelConfig) -> Iterator[str]:
+    yield from _cohere_problems(config)
+    if config.sliding_window is None:
+        yield "it has no sliding_window"
+    yield from _pattern_problems(config, 4)
+
+
+def _exaone4_problems(config: ModelConfig) -> Iterator[str]:
+    """llama.cpp recognizes the 32B model, the one with windows, by its number of layers."""
+    is_large = config.num_hidden_layers == _LARGE
+    if (config.sliding_window is not None) != is_large:
+        yield f"sliding_window must {'not ' if is_large else ''}be null with {config.num_hidden_layers} layers"
+    yield from _pattern_problems(config, 4)
+
+
+def _read_llama4(keys: MetadataReader) -> dict[str, Any]:
+    keys.check(keys.count("attention.sliding_window", _CHUNK) > 0, "llama4 without chunked attention isn't supported")
+    return {
+        **read_experts(keys),
+        "intermediate_size": keys.count("expert_feed_forward_length"),
+        "interleave_moe_layer_step": keys.count("interleave_moe_layer_step"),
+        "attention_chunk_size": _CHUNK,
+        "use_qk_norm": keys.count("expert_count") != _MAVERICK_EXPERTS,
+    }
+
+
+def _llama4_step(config: ModelConfig) -> int:
+    """The distance between layers with experts, of which the first is this far from the start, too."""
+    return 1 + next(layer for layer in range(config.num_hidden_layers) if config.mlp(layer) == "experts")
+
+
+def _llama4_problems(config: ModelConfig) -> Iterator[str]:
+    if config.num_experts is None:
+        yield "it has no experts"
+        return
+    layers, step = range(config.num_hidden_layers), _llama4_step(config)
+    if any((config.mlp(layer) == "experts") != ((layer + 1) % step == 0) for layer in layers):
+        yield f"the layers with experts must be the multiples of {step}"
+    types, rope = config.layer_types or (FULL,) * len(layers), [config.has_rope(layer) for layer in layers]
+    if [kind == CHUNKED for kind in types] != rope or rope != [(layer + 1) % 4 != 0 for layer in layers]:
+        yield "it needs chunked attention and rotary positions, except in each layer that is a multiple of 4"
+    if (config.attention_chunk_size, config.floor_scale, config.attn_scale) != (_CHUNK, _CHUNK, 0.1):
+        yield f"attention_chunk_size and floor_scale must be {_CHUNK}, and attn_scale 0.1"
+    if (config.qk_norm is None) != (config.num_experts == _MAVERICK_EXPERTS):
+        yield f"use_qk_norm must be {config.qk_norm is None} with {config.num_experts} experts"
+
+
 def _read_gpt_oss(keys: MetadataReader) -> dict[str, Any]:
     return {
         **read_experts(keys),
@@ -193,18 +277,61 @@ ARCHITECTURES = (
     Architecture(
         "olmo2",
         ("olmo2", "olmo3"),
-        {
-            **SEPARATE_QKV,
-            **QK_NORMS,
-            **GATED_MLP,
-            "post_attention_norm": ("post_attention_layernorm",),
-            "post_ffw_norm": ("post_feedforward_layernorm",),
-        },
+        _OUTPUT_NORM_LAYER,
         ties_head=False,
         sliding_window=True,
         read_fields=_read_olmo2,
         metadata=lambda config: _pattern_metadata(config, 4),
         problems=lambda config: _pattern_problems(config, 4),
+    ),
+    Architecture(
+        "command-r",
+        ("cohere",),
+        _COHERE_LAYER,
+        interleaved=True,
+        biases="none",
+        read_fields=_read_cohere,
+        metadata=_cohere_metadata,
+        problems=_cohere_problems,
+    ),
+    Architecture(
+        "cohere2",
+        ("cohere2",),
+        _COHERE_LAYER,
+        interleaved=True,
+        biases="none",
+        sliding_window=True,
+        read_fields=lambda keys: {**_read_cohere(keys), **_read_pattern(keys, 4)},
+        metadata=lambda config: {**_cohere_metadata(config), **_pattern_metadata(config, 4)},
+        problems=_cohere2_problems,
+    ),
+    Architecture(
+        "exaone4",
+        ("exaone4",),
+        _OUTPUT_NORM_LAYER,
+        biases="none",
+        sliding_window=True,
+        rope_types=(*ROPE_TYPES, "llama3"),
+        read_fields=lambda keys: _read_pattern(keys, 4),
+        metadata=lambda config: _pattern_metadata(config, 4),
+        problems=_exaone4_problems,
+    ),
+    Architecture(
+        "llama4",
+        ("llama4_text",),
+        LLAMA_LAYER,
+        interleaved=True,
+        biases="none",
+        experts=True,
+        free_head_dim=True,
+        sliding_window=True,
+        rope_types=(*ROPE_TYPES, "llama3"),
+        read_fields=_read_llama4,
+        metadata=lambda config: {
+            "interleave_moe_layer_step": _llama4_step(config),
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        },
+        problems=_llama4_problems,
     ),
     Architecture(
         "gpt-oss",

@@ -40,7 +40,7 @@ _VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 _POSITIONS = "position_embd.weight"
 # Besides vectors, biases and positions.
 _FLOAT32 = (
-    "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight",
+    "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "_norm.weight",
 )  # fmt: skip
 
 

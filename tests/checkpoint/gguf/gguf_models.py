@@ -49,6 +49,10 @@ _NEMOTRON = {
     "ssm_state_size": 16, "head_dim": 32,
 }  # fmt: skip
 _CONVOLUTIONS = {**_COMMON, "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True}
+_LARGE = {
+    **_COMMON, "hidden_size": 32, "num_hidden_layers": 64, "num_key_value_heads": 1, "num_attention_heads": 2,
+    "intermediate_size": 32,
+}  # fmt: skip
 _WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
     "llama": _COMMON,
@@ -74,6 +78,27 @@ MODELS = {
     },
     "olmo2": {**_COMMON, "model_type": "olmo2"},
     "olmo3": {**_WINDOWS, "model_type": "olmo3"},
+    "minimax-m2": {**_COMMON, **_EXPERTS, "model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16},
+    "dots1": {
+        **_LATENT, "model_type": "dots1", "head_dim": 32, "n_group": 1, "topk_group": 1, "rope_scaling": None,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
+    },
+    "llama4": {
+        **_COMMON, **_EXPERTS, "model_type": "llama4_text", "num_hidden_layers": 6, "head_dim": 32,
+        "intermediate_size": 32, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2,
+        "rope_scaling": {**_LLAMA3, "high_freq_factor": 1.0},
+    },
+    "command-r": {**_COMMON, "model_type": "cohere"},
+    "cohere2": {**_WINDOWS, "model_type": "cohere2", "logit_scale": 0.25},
+    "glm4": {**_COMMON, "model_type": "glm4", "head_dim": 32},
+    "glm": {**_COMMON, "model_type": "glm", "head_dim": 16},
+    "exaone": {**_COMMON, "model_type": "exaone", "rope_scaling": _LLAMA3},
+    "exaone4": {**_COMMON, "model_type": "exaone4", "sliding_window": None},
+    "stablelm": {**_COMMON, "model_type": "stablelm", "use_qkv_bias": True},
+    "stablelm-12b": {**_COMMON, "model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
+    "ernie4_5": {**_COMMON, "model_type": "ernie4_5", "head_dim": 32},
+    "seed-oss": {**_COMMON, "model_type": "seed_oss", "head_dim": 32},
+    "olmo": {**_COMMON, "model_type": "olmo", "clip_qkv": 0.5},
     "smollm3": {**_COMMON, "model_type": "smollm3", "num_hidden_layers": 5, "tie_word_embeddings": True},
     "granite": {
         **_COMMON, "model_type": "granite", "attention_multiplier": 0.3, "embedding_multiplier": 1.5,
@@ -142,11 +167,16 @@ MODELS = {
     "falcon-40b": {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon-11b": {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
 }  # fmt: skip
+# Models that llama.cpp recognizes by their 64 layers.
+LARGE_MODELS = {
+    "command-r-plus": {**_LARGE, "model_type": "cohere", "use_qk_norm": True},
+    "exaone4-32b": {**_LARGE, "model_type": "exaone4", "sliding_window": 16},
+}
 
 
 def random_model(name: str, tokenizer) -> Decoder:
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    decoder = random_decoder(config_from_hf({**MODELS[name], **ids}))
+    decoder = random_decoder(config_from_hf({**(MODELS | LARGE_MODELS)[name], **ids}))
     rng = np.random.default_rng(1)
     weights = []
     for key, value in arrays_of(decoder).items():

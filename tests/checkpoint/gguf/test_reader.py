@@ -12,6 +12,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
 from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.utils.errors import CheckpointError, ConfigError
@@ -87,6 +88,20 @@ def test_fused_projections_of_old_phi_2_files(tiny_tokenizer, tmp_path, monkeypa
     assert "blk.0.attn_qkv.weight" in gguf.header.read_header(tmp_path / "m.gguf").tensors
     for name, tensor in open_checkpoint(tmp_path / "m.gguf").tensors.items():
         assert mx.array_equal(tensor.read(), tensors_of(model)[name].read()), name
+
+
+def test_windows_may_be_a_list_of_all_layers(tiny_tokenizer, tmp_path, monkeypatch):
+    """As llama.cpp's converter writes them for OLMo 3 and EXAONE 4."""
+    model, has_window = random_model("olmo3", tiny_tokenizer), [False, True, True, False, True]
+    files = replace(ARCHITECTURES["olmo2"], metadata=lambda config: {"attention.sliding_window_pattern": has_window})
+    monkeypatch.setitem(ARCHITECTURES, "olmo2", files)
+    gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F32")
+    types = open_checkpoint(tmp_path / "m.gguf").config.layer_types
+    assert [kind == "sliding_attention" for kind in types] == has_window
+    has_window.append(True)
+    gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F32")
+    with pytest.raises(CheckpointError, match="sliding_window_pattern has 6 values, one for each of 5 layers"):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_small_llama_opens(tmp_path):

@@ -20,7 +20,7 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.utils.errors import CheckpointError
-from tests.checkpoint.gguf.gguf_models import MODELS, random_model
+from tests.checkpoint.gguf.gguf_models import LARGE_MODELS, MODELS, random_model
 from tests.small_models import random_decoder, tensors_of
 
 
@@ -28,6 +28,7 @@ def bits(value: mx.array) -> bytes:
     return np.array(value.astype(mx.bfloat16).view(mx.uint16)).tobytes()
 
 
+@pytest.mark.parametrize("model", [*MODELS, *LARGE_MODELS], indirect=True)
 def test_folder_to_gguf_to_folder_is_bit_equal(model, tiny_tokenizer, tmp_path):
     config, path = model.config, tmp_path / "m.gguf"
     for folder in ("a", "b"):
@@ -48,6 +49,7 @@ def test_folder_to_gguf_to_folder_is_bit_equal(model, tiny_tokenizer, tmp_path):
         assert json.loads((tmp_path / "a" / name).read_text()) == json.loads((tmp_path / "b" / name).read_text())
 
 
+@pytest.mark.parametrize("model", [*MODELS, *LARGE_MODELS], indirect=True)
 def test_llama_cpp_logits_are_the_same(model, tensors, tiny_tokenizer, tmp_path, open_llama_cpp):
     if (model.config.rope_scaling or {}).get("truncate") is False:
         pytest.skip("llama.cpp rounds the limits between YaRN's frequencies")
