@@ -22,6 +22,7 @@ _LLAMA3_REST = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|
 _LLAMA3 = _CONTRACTIONS + _LLAMA3_REST
 _QWEN = _LLAMA3.replace(r"\p{N}{1,3}", _DIGIT)
 _QWEN35 = _QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_SEED = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}{1}").replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")
 _PUNCTUATION = "punctuation"  # runs of Unicode and ASCII punctuation
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -84,7 +85,8 @@ _SPECS = (
     (PreTokenizerSpec((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
     (PreTokenizerSpec((_BLOOM, _DIGIT)), "viking"),
     (PreTokenizerSpec((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
-    (PreTokenizerSpec((_GPT4O,)), "gpt-4o llama4"),
+    (PreTokenizerSpec((_GPT4O,)), "gpt-4o llama4 minimax-m2"),
+    (PreTokenizerSpec((_SEED,)), "seed-coder"),
     (PreTokenizerSpec(_DEEPSEEK), "deepseek-v3"),
 )
 PRE_TOKENIZERS = {name: pre for pre, names in _SPECS for name in names.split()}
@@ -149,6 +151,7 @@ def _flatten(step: Mapping[str, Any] | None) -> list[str]:
     )
     if pattern is None or (step.get("behavior"), step.get("invert")) not in equivalent:
         return ["?"]
+    pattern = pattern.replace("\r", r"\r").replace("\n", r"\n")
     return [_SPELLINGS.get(pattern, pattern)]
 
 

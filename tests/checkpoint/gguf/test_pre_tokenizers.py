@@ -54,6 +54,8 @@ def test_equivalent_spellings(byte_level):
     for behavior, invert in (("Isolated", False), ("Removed", True)):
         plain |= {"behavior": behavior, "invert": invert}
         assert find_pre_tokenizer(model) == ("smaug-bpe", [])
+    plain["pattern"]["Regex"] = WORD_PATTERN.replace(r"\r\n", "\r\n")  # the characters instead of their escapes
+    assert find_pre_tokenizer(model) == ("smaug-bpe", [])
     plain |= {"behavior": "Removed", "invert": False}
     with pytest.raises(TokenizerError, match="splits text"):
         find_pre_tokenizer(model)
