@@ -230,13 +230,19 @@ def test_the_line_editor_and_a_private_chat(terminal, tmp_path):
     assert not (tmp_path / "state").exists()
 
 
+def set_context(model_folder, length):
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": length}))
+
+
 def stop_answer(chat):
     chat.sendintr()
     chat.expect(r"\(stopped\)", timeout=10)
 
 
-def test_the_keyboard_during_an_answer(terminal, tmp_path):
-    chat = terminal("-n", "4000", "--no-markdown")
+def test_the_keyboard_during_an_answer(terminal, model_folder, tmp_path):
+    set_context(model_folder, 1 << 16)  # no answer ends by itself
+    chat = terminal("-n", "16000", "--no-markdown")
     for question in ("Hello!", "Again"):  # Ctrl-C stops the answer, not the chat
         chat.send(f"{question}\r")
         chat.expect(ANSWERING)
@@ -349,8 +355,7 @@ def fill(chat):
 
 
 def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
-    config = json.loads((model_folder / "config.json").read_text())
-    (model_folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    set_context(model_folder, 2048)
     chat = terminal("-n", "5")
     # The error about a message higher than the screen stays visible.
     chat.setwinsize(12, 60)
