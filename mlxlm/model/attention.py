@@ -9,7 +9,7 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention, masked_attention, prepare_masked_attention, qk_norm_rope
-from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.linear import FusedProjections, Linear
 from mlxlm.model.norms import make_qk_norm, split_rms_norm
 from mlxlm.model.positions import (
     QueryTemperature,
@@ -20,7 +20,7 @@ from mlxlm.model.positions import (
 )
 
 
-class Attention(nn.Module):
+class Attention(FusedProjections):
     """Grouped-query self-attention (Ainslie et al. 2023).
 
     Args:
@@ -58,8 +58,6 @@ class Attention(nn.Module):
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads, self._slope_scale)
         self._process_group: ProcessGroup | None = None  # see `split`
-        self._project: Any = None  # FusedLinear, see `fuse`
-        self._project_out: Any = None
 
     def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
         """Have the part of the heads that this process has: each head keeps its ALiBi slope."""
@@ -68,15 +66,9 @@ class Attention(nn.Module):
             slopes = alibi_slopes(process_group.size * self.heads, self._slope_scale)
             self._slopes = slopes[rank * self.heads : (rank + 1) * self.heads]
 
-    def fuse(self) -> None:
-        """Fuse the projections of the same input, for `decode`."""
-        gate = (self.gate_proj,) if "gate_proj" in self else ()
-        self._project = FusedLinear.updated(self._project, self.q_proj, self.k_proj, self.v_proj, *gate)
-        self._project_out = FusedLinear.updated(self._project_out, self.o_proj)
-
-    def unfuse(self) -> None:
-        """Forget the fused projections, so that memory doesn't hold them and new weights."""
-        self._project = self._project_out = None
+    def _projections(self) -> dict[str, list[nn.Module]]:
+        gate = [self.gate_proj] if "gate_proj" in self else []
+        return {"inputs": [self.q_proj, self.k_proj, self.v_proj, *gate], "output": [self.o_proj]}
 
     def can_decode(self, dtype: mx.Dtype, forms: list[tuple[int, int] | None]) -> bool:
         """Whether `decode` supports a cache, after checks of the kernels that it uses for the first time.
@@ -107,7 +99,7 @@ class Attention(nn.Module):
             `[B, hidden]`.
         """
         angles = None if self.rope is None else cache.angles(self.rope, x.dtype)
-        projected, gate = self._project(x), None
+        projected, gate = self._fused.inputs(x), None
         if "gate_proj" in self:
             projected, gate = mx.split(projected, [(self.heads + 2 * self.kv_heads) * self.head_dim], axis=-1)
         queries, keys, values = self.split_and_rotate(projected, angles)
@@ -119,7 +111,7 @@ class Attention(nn.Module):
             queries, keys, values, self.scale, visible,
             window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"),
         )  # fmt: skip
-        return self._project_out(_gated(out.reshape(x.shape[0], self.heads * self.head_dim), gate))
+        return self._fused.output(_gated(out.reshape(x.shape[0], self.heads * self.head_dim), gate))
 
     def split_and_rotate(self, projected: mx.array, angles: Any) -> tuple[mx.array, mx.array, mx.array]:
         """Return the queries, keys and values of one position per row, normalized and rotated.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import clamped_swiglu, gelu, gelu_tanh, swiglu, with_fused_gradients
-from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.linear import FusedProjections, Linear
 
 ACTIVATIONS = {
     "silu": nn.silu,
@@ -37,7 +36,7 @@ def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array
     return lambda gate, up: activation(gate) * up
 
 
-class FeedForward(nn.Module):
+class FeedForward(FusedProjections):
     """Feed-forward: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
     def __init__(self, config: ModelConfig, intermediate_size: int | None = None):
@@ -48,27 +47,18 @@ class FeedForward(nn.Module):
             self.gate_proj = Linear(h, inner, bias=bias)
         self.up_proj = Linear(h, inner, bias=bias)
         self.down_proj = Linear(inner, h, bias=bias)
-        self._project: Any = None  # FusedLinear, see `fuse`
-        self._project_down: Any = None
 
-    def fuse(self) -> None:
-        """Fuse the projections of the same input, for `decode`."""
-        inputs = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
-        self._project = FusedLinear.updated(self._project, *inputs)
-        self._project_down = FusedLinear.updated(self._project_down, self.down_proj)
-
-    def unfuse(self) -> None:
-        """Forget the fused projections, so that memory doesn't hold them and new weights."""
-        self._project = self._project_down = None
+    def _projections(self) -> dict[str, list[nn.Module]]:
+        return {"inputs": [self.gate_proj, self.up_proj] if self.gated else [self.up_proj], "down": [self.down_proj]}
 
     def decode(self, x: mx.array) -> mx.array:
         """Apply the feed-forward to one position per row, `[B, hidden]`, after `fuse`."""
-        rows, x = x.shape[0], self._project(x)
+        rows, x = x.shape[0], self._fused.inputs(x)
         if not self.gated:
-            return self._project_down(self.activation(x))
+            return self._fused.down(self.activation(x))
         # Halves of one row would hand the stride of the whole row on, and MLX's product would copy its input first.
         halves = x.reshape(rows, 2, -1)
-        return self._project_down(self.activation(halves[:, :1], halves[:, 1:]).reshape(rows, -1))
+        return self._fused.down(self.activation(halves[:, :1], halves[:, 1:]).reshape(rows, -1))
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the feed-forward to `x` `[B, T, hidden]`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.linear import FusedProjections, Linear
 from mlxlm.model.norms import RMSNorm
 from mlxlm.model.short_conv import CausalConv1d
 
@@ -159,7 +159,7 @@ def gated_delta_step(
     return (query[..., None, :] @ state).squeeze(-2), state
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(FusedProjections):
     """The gated delta rule with a convolution before it, and a gated norm after it (Qwen3-Next).
 
     Args:
@@ -188,21 +188,9 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias, self.A_log = mx.ones((self.heads,)), mx.zeros((self.heads,))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, hidden, bias=False)
-        self._project: Any = None  # FusedLinear, see `fuse`
-        self._project_out: Any = None
 
-    @property
-    def _projections(self) -> list[Linear]:
-        return [self[f"in_proj_{name}"] for name in "qkvzba"]
-
-    def fuse(self) -> None:
-        """Fuse the projections of the same input, for decoding steps."""
-        self._project = FusedLinear.updated(self._project, *self._projections)
-        self._project_out = FusedLinear.updated(self._project_out, self.out_proj)
-
-    def unfuse(self) -> None:
-        """Forget the fused projections."""
-        self._project = self._project_out = None
+    def _projections(self) -> dict[str, list[nn.Module]]:
+        return {"inputs": [self[f"in_proj_{name}"] for name in "qkvzba"], "output": [self.out_proj]}
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply the layer.
@@ -217,9 +205,9 @@ class GatedDeltaNet(nn.Module):
         """
         is_step = x.ndim == 2
         if is_step:
-            mixed, gate, b, a = mx.split(self._project(x), self._ends, axis=-1)
+            mixed, gate, b, a = mx.split(self._fused.inputs(x), self._ends, axis=-1)
         else:
-            *qkv, gate, b, a = (project(x) for project in self._projections)
+            *qkv, gate, b, a = (project(x) for project in self._projections()["inputs"])
             mixed = mx.concatenate(qkv, axis=-1)
         mixed = nn.silu(self.conv1d(mixed, cache, segment_ids)).astype(mx.float32)  # keys of padding are 0
         queries_keys, values = mx.split(mixed, [2 * self.key_heads * self.key_dim], axis=-1)
@@ -241,7 +229,7 @@ class GatedDeltaNet(nn.Module):
         if cache is not None:
             cache[last] = state
         out = self.norm(out).reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
-        return (self._project_out if is_step else self.out_proj)(out.astype(x.dtype))
+        return (self._fused.output if is_step else self.out_proj)(out.astype(x.dtype))
 
     def _normalized(self, x: mx.array) -> mx.array:
         """Divide the queries and keys of each head by their norm: `[..., 2 · H, D_k]`, those of a key head repeated."""

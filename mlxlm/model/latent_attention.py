@@ -14,7 +14,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.rope_scaling import latent_attention_factor
 from mlxlm.kernels import QuantizedKV, attention, latent_attention
 from mlxlm.kernels.mask import causal_mask, relative_positions
-from mlxlm.model.linear import FusedLinear, Linear, QuantizedMatrices
+from mlxlm.model.linear import FusedProjections, Linear, QuantizedMatrices
 from mlxlm.model.norms import RMSNorm
 from mlxlm.model.positions import RotaryEmbedding
 
@@ -63,7 +63,7 @@ class QuantizedHeadLinear(QuantizedMatrices):
         )  # fmt: skip
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(FusedProjections):
     """Multi-head latent attention, with Hugging Face's names.
 
     Its `kv_b_proj` is two modules, as in mlx_lm: `embed_q` maps a head's queries to the latent space, and `unembed_out`
@@ -97,22 +97,11 @@ class LatentAttention(nn.Module):
         self.unembed_out = HeadLinear(heads, rank, values)
         self.o_proj = Linear(heads * values, hidden, bias=bias)
         self.rope = RotaryEmbedding(config)
-        # FusedLinear, see `fuse`.
-        self._project: Any = None
-        self._project_queries: Any = None
-        self._project_out: Any = None
 
-    def fuse(self) -> None:
-        """Fuse the projections of the same input, for `decode`."""
+    def _projections(self) -> dict[str, list[nn.Module]]:
         first = self.q_a_proj if "q_a_proj" in self else self.q_proj
-        self._project = FusedLinear.updated(self._project, first, self.kv_a_proj_with_mqa)
-        if "q_b_proj" in self:
-            self._project_queries = FusedLinear.updated(self._project_queries, self.q_b_proj)
-        self._project_out = FusedLinear.updated(self._project_out, self.o_proj)
-
-    def unfuse(self) -> None:
-        """Forget the fused projections, so that memory doesn't hold them and new weights."""
-        self._project = self._project_queries = self._project_out = None
+        queries = {"queries": [self.q_b_proj]} if "q_b_proj" in self else {}
+        return {"inputs": [first, self.kv_a_proj_with_mqa], **queries, "output": [self.o_proj]}
 
     def can_decode(self, dtype: mx.Dtype, forms: list[tuple[int, int] | None]) -> bool:
         """Whether `decode` supports a cache; see `Attention.can_decode`."""
@@ -120,15 +109,15 @@ class LatentAttention(nn.Module):
 
     def decode(self, x: mx.array, cache: Any) -> mx.array:
         """Apply attention to one position per row, after `fuse`; see `Attention.decode`."""
-        projected = self._project(x)
+        projected = self._fused.inputs(x)
         compressed = self.rank + self.rope.dims
         queries, latents = mx.split(projected, [projected.shape[1] - compressed], axis=-1)
         if "q_b_proj" in self:
-            queries = self._project_queries(self.q_a_layernorm(queries))
+            queries = self._fused.queries(self.q_a_layernorm(queries))
         queries, rotated, keys, latents = self.split_and_rotate(queries[:, None], latents[:, None], cache)
         keys, latents = cache.update_and_fetch(keys, latents)
         out = self._attend_to_latents(queries, rotated, keys, latents, cache.mask(None))
-        return self._project_out(out.reshape(x.shape[0], -1))
+        return self._fused.output(out.reshape(x.shape[0], -1))
 
     def split_and_rotate(
         self, queries: mx.array, compressed: mx.array, cache: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
@@ -117,6 +118,31 @@ class FusedLinear:
             x, arrays["weight"], scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode
         )
         return x if bias is None else x + bias
+
+
+class FusedProjections(nn.Module):
+    """A layer whose decoding step has one product for all projections of one input.
+
+    A subclass calls `self._fused.NAME(x)` in its decoding step, for each NAME of `_projections`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fused = SimpleNamespace()
+
+    def _projections(self) -> dict[str, list[nn.Module]]:
+        """The projections of each input, by a name."""
+        raise NotImplementedError
+
+    def fuse(self) -> None:
+        """Fuse the projections, for decoding steps."""
+        before = vars(self._fused)
+        fused = {name: FusedLinear.updated(before.get(name), *modules) for name, modules in self._projections().items()}
+        self._fused = SimpleNamespace(**fused)
+
+    def unfuse(self) -> None:
+        """Forget the fused projections, so that memory doesn't hold them and new weights."""
+        self._fused = SimpleNamespace()
 
 
 class _Form(NamedTuple):

@@ -14,7 +14,7 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.model.gated_delta import chunk_decays, into_chunks
-from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.linear import FusedProjections, Linear
 from mlxlm.model.norms import RMSNorm, split_rms_norm
 from mlxlm.model.short_conv import CausalConv1d
 
@@ -70,7 +70,7 @@ def state_space_step(
     return (queries[..., None, :] @ state).squeeze(-2), state
 
 
-class Mamba2(nn.Module):
+class Mamba2(FusedProjections):
     """A Mamba 2 layer: a convolution, the scan, and a norm of the gated output, by group.
 
     Args:
@@ -96,21 +96,13 @@ class Mamba2(nn.Module):
         self.norm = RMSNorm(inner, config.rms_norm_eps)
         self.out_proj = Linear(inner, hidden, bias=config.mamba_proj_bias)
         self._norm_group: ProcessGroup | None = None  # see `split`
-        self._project: Any = None  # FusedLinear, see `fuse`
-        self._project_out: Any = None
 
     def split(self, process_group: ProcessGroup, whole: ModelConfig) -> None:
         """Have the part of the heads that this process has; the norm of a single group is over those of all."""
         self._norm_group = process_group if whole.mamba_n_groups == 1 else None
 
-    def fuse(self) -> None:
-        """Lay out the weights of the projections for decoding steps."""
-        self._project = FusedLinear.updated(self._project, self.in_proj)
-        self._project_out = FusedLinear.updated(self._project_out, self.out_proj)
-
-    def unfuse(self) -> None:
-        """Forget these weights."""
-        self._project = self._project_out = None
+    def _projections(self) -> dict[str, list[nn.Module]]:
+        return {"inputs": [self.in_proj], "output": [self.out_proj]}
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply the layer.
@@ -124,7 +116,7 @@ class Mamba2(nn.Module):
             The same shape as `x`.
         """
         is_step = x.ndim == 2
-        gate, mixed, steps = mx.split((self._project if is_step else self.in_proj)(x), self._ends, axis=-1)
+        gate, mixed, steps = mx.split((self._fused.inputs if is_step else self.in_proj)(x), self._ends, axis=-1)
         mixed = nn.silu(self.conv1d(mixed, cache, segment_ids)).astype(mx.float32)
         inputs, keys, queries = mx.split(mixed, self._mixed_ends, axis=-1)
         steps = nn.softplus(steps.astype(mx.float32) + self.dt_bias)
@@ -154,4 +146,4 @@ class Mamba2(nn.Module):
         else:
             [out] = split_rms_norm([out], self.norm.eps, self._norm_group)
         out = out.reshape(gate.shape).astype(x.dtype) * self.norm.weight
-        return (self._project_out if is_step else self.out_proj)(out)
+        return (self._fused.output if is_step else self.out_proj)(out)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.linear import FusedProjections, Linear
 
 
 class CausalConv1d(nn.Module):
@@ -86,7 +86,7 @@ def _weighted_sum(inputs: list[mx.array], weights: list[mx.array]) -> mx.array:
     return out
 
 
-class ShortConv(nn.Module):
+class ShortConv(FusedProjections):
     """A gated short convolution: C · conv(B · x), where B, C and x are projections of the input.
 
     Args:
@@ -104,17 +104,9 @@ class ShortConv(nn.Module):
         self.conv = CausalConv1d(channels, config.conv_L_cache, bias)
         self.state_shapes = self.conv.state_shapes
         self.out_proj = Linear(channels, hidden, bias=bias)
-        self._project: Any = None  # FusedLinear, see `fuse`
-        self._project_out: Any = None
 
-    def fuse(self) -> None:
-        """Lay out the weights of the projections for decoding steps."""
-        self._project = FusedLinear.updated(self._project, self.in_proj)
-        self._project_out = FusedLinear.updated(self._project_out, self.out_proj)
-
-    def unfuse(self) -> None:
-        """Forget these weights."""
-        self._project = self._project_out = None
+    def _projections(self) -> dict[str, list[nn.Module]]:
+        return {"inputs": [self.in_proj], "output": [self.out_proj]}
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply the convolution.
@@ -128,7 +120,7 @@ class ShortConv(nn.Module):
             The same shape as `x`.
         """
         if x.ndim == 2:
-            before, after, values = mx.split(self._project(x), 3, axis=-1)
-            return self._project_out(after * self.conv(before * values, cache))
+            before, after, values = mx.split(self._fused.inputs(x), 3, axis=-1)
+            return self._fused.output(after * self.conv(before * values, cache))
         before, after, values = mx.split(self.in_proj(x), 3, axis=-1)
         return self.out_proj(after * self.conv(before * values, cache, segment_ids))
