@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.simulated_gpu import DEVICES, install
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # M5 and NVIDIA shorten float32 factors, by default: errors of 1e-3
 # Now, since the conftest.py files of subfolders import MLX before pytest calls any hook of this file.
 install.simulate_by_arguments()
+
+# A forked process lacks MLX's threads, for which the collection of an array could wait forever.
+os.register_at_fork(before=gc.disable, after_in_parent=gc.enable)
 
 # The same examples each time, without deadlines. `pytest --hypothesis-profile explore` takes others.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
