@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,12 @@ SEPARATE_QKV = {
     "attn_k": ("self_attn.k_proj",),
     "attn_v": ("self_attn.v_proj",),
     "attn_output": ("self_attn.o_proj",),
+}
+NORMS_AROUND = {  # before and after both sublayers
+    "attn_norm": ("input_layernorm",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "ffn_norm": ("pre_feedforward_layernorm",),
+    "post_ffw_norm": ("post_feedforward_layernorm",),
 }
 QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
 PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
@@ -205,6 +211,12 @@ class Architecture:
 def read_biases(keys: MetadataReader) -> dict[str, Any]:
     """Whether queries, keys and values have biases."""
     return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
+def full_attention_problems(is_full: Sequence[bool], interval: int) -> Iterator[str]:
+    """Why layers can't run of which only the multiples of `interval` may have full attention."""
+    if any(full != ((layer + 1) % interval == 0) for layer, full in enumerate(is_full)):
+        yield f"layer_types must have full attention in each layer that is a multiple of {interval}, and in no other"
 
 
 def read_experts(keys: MetadataReader) -> dict[str, Any]:

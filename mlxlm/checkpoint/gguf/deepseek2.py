@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mlxlm.checkpoint.gguf.architecture import GATED_MLP, QK_NORMS, SEPARATE_QKV, read_biases
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.config import ModelConfig
@@ -28,16 +29,14 @@ LAYER = {
     "attn_v_b": ("self_attn.unembed_out",),
     "attn_output": ("self_attn.o_proj",),
     "ffn_norm": ("post_attention_layernorm",),
-    **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
+    **GATED_MLP,
 }
 GLM4_MOE_LAYER = {
     "attn_norm": ("input_layernorm",),
-    **{f"attn_{name}": (f"self_attn.{name}_proj",) for name in "qkv"},
-    "attn_output": ("self_attn.o_proj",),
-    "attn_q_norm": ("self_attn.q_norm",),
-    "attn_k_norm": ("self_attn.k_norm",),
+    **SEPARATE_QKV,
+    **QK_NORMS,
     "post_attention_norm": ("post_attention_layernorm",),
-    **{name: modules for name, modules in LAYER.items() if name.startswith("ffn_") and name != "ffn_norm"},
+    **GATED_MLP,
 }
 GATING = {"softmax": 1, "sigmoid": 2}  # `expert_gating_func`; files of DeepSeek V2 may not have it
 YARN_LOG = "rope.scaling.yarn_log_multiplier"  # here a tenth of mscale and mscale_all_dim
@@ -133,7 +132,7 @@ def read_glm4_moe(keys: MetadataReader) -> dict[str, Any]:
         **_read_router(keys),
         "n_group": 1,
         "topk_group": 1,
-        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        **read_biases(keys),
         "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
     }
 

@@ -325,12 +325,17 @@ class MetadataReader:
 
     def counts(self, short: str, layers: int) -> list[int]:
         """A size of each layer, which may also be one for all."""
+        key, values = f"{self.architecture}.{short}", self._of_layers(short, layers)
+        return [self.count(short)] * layers if values is None else [self._check_size(key, value) for value in values]
+
+    def _of_layers(self, short: str, layers: int) -> list[Any] | None:
+        """The values of a list with one for each layer; None if the key has no list."""
         key = f"{self.architecture}.{short}"
         value = self.header.metadata.get(key)
         if not isinstance(value, Array):
-            return [self.count(short)] * layers
+            return None
         self.check(value.count == layers, f"{key} has {value.count} values, one for each of {layers} layers is needed")
-        return [self._check_size(key, item) for item in value.read()]
+        return list(value.read())
 
     def _check_size(self, key: str, value: Any) -> int:
         value = self._check_type(key, int, "a whole number", value)
@@ -339,12 +344,8 @@ class MetadataReader:
 
     def flags(self, short: str, layers: int) -> list[bool] | None:
         """True or false for each layer; None if the key has no list."""
-        key = f"{self.architecture}.{short}"
-        value = self.header.metadata.get(key)
-        if not isinstance(value, Array):
-            return None
-        self.check(value.count == layers, f"{key} has {value.count} values, one for each of {layers} layers is needed")
-        return [self._check_type(key, bool, "true or false", item) for item in value.read()]
+        key, values = f"{self.architecture}.{short}", self._of_layers(short, layers)
+        return None if values is None else [self._check_type(key, bool, "true or false", value) for value in values]
 
     def number(self, short: str, default: float | None = None) -> float:
         """A float32 as its shortest decimal: 1e-05 and not 9.999999747378752e-06."""

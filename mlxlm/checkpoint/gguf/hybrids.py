@@ -18,6 +18,7 @@ from mlxlm.checkpoint.gguf.architecture import (
     Architecture,
     read_experts,
 )
+from mlxlm.checkpoint.gguf.deepseek2 import GATING
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL
@@ -192,7 +193,7 @@ def _lfm2_metadata(config: ModelConfig) -> dict[str, Any]:
         values |= {
             "expert_feed_forward_length": config.moe_intermediate_size,
             "leading_dense_block_count": write_first_dense_layers(config, "")[""],
-            "expert_gating_func": 2,  # sigmoid
+            "expert_gating_func": GATING[config.router],
         }
     return values
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.architecture import Architecture
+from mlxlm.checkpoint.gguf.architecture import GATED_MLP, QK_NORMS, SEPARATE_QKV, Architecture, full_attention_problems
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.config import ModelConfig
@@ -21,12 +21,9 @@ from mlxlm.families import FAMILIES
 _HYBRID_LAYER = {
     "attn_norm": ("input_layernorm",),
     "post_attention_norm": ("post_attention_layernorm",),
+    **SEPARATE_QKV,
+    **QK_NORMS,
     "attn_q": ("self_attn.q_proj", "self_attn.gate_proj"),
-    "attn_k": ("self_attn.k_proj",),
-    "attn_v": ("self_attn.v_proj",),
-    "attn_output": ("self_attn.o_proj",),
-    "attn_q_norm": ("self_attn.q_norm",),
-    "attn_k_norm": ("self_attn.k_norm",),
     "attn_qkv": tuple(f"linear_attn.in_proj_{name}" for name in "qkv"),
     "attn_gate": ("linear_attn.in_proj_z",),
     "ssm_conv1d": ("linear_attn.conv1d",),
@@ -44,7 +41,7 @@ _QWEN35_LAYER = {
     **_HYBRID_LAYER,
     "ssm_beta": ("linear_attn.in_proj_b",),
     "ssm_alpha": ("linear_attn.in_proj_a",),
-    **{f"ffn_{name}": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
+    **GATED_MLP,
 }
 _GROUPS = {"attn_q": "num_attention_heads", "ssm_in": "linear_num_key_heads", "ssm_ba": "linear_num_key_heads"}
 # Tensors with the heads of values, in another order in files of Qwen 3.5, and the axis of the heads.
@@ -122,9 +119,7 @@ def _hybrid_problems(config: ModelConfig) -> Iterator[str]:
     """Reasons why llama.cpp can't run a model with the gated delta rule."""
     if config.linear_key_head_dim != config.linear_value_head_dim:
         yield f"linear_key_head_dim {config.linear_key_head_dim} isn't the linear_value_head_dim"
-    interval, types = _interval(config), config.layer_types or ()
-    if any((kind == FULL) != ((layer + 1) % interval == 0) for layer, kind in enumerate(types)):
-        yield f"layer_types must have full attention in each layer that is a multiple of {interval}, and in no other"
+    yield from full_attention_problems([kind == FULL for kind in config.layer_types or ()], _interval(config))
     if config.num_experts:
         yield from expert_problems(config, norm_topk_prob=True)
 

@@ -12,10 +12,12 @@ from typing import Any
 from mlxlm.checkpoint.gguf.architecture import (
     GATED_MLP,
     LLAMA_LAYER,
+    NORMS_AROUND,
     QK_NORMS,
     ROPE_TYPES,
     SEPARATE_QKV,
     Architecture,
+    full_attention_problems,
     read_biases,
     read_experts,
 )
@@ -26,14 +28,7 @@ from mlxlm.config.components import CHUNKED, FULL, SLIDING
 from mlxlm.families.family import inverse
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
-_GEMMA2_LAYER = {
-    **SEPARATE_QKV,
-    **GATED_MLP,
-    "attn_norm": ("input_layernorm",),
-    "post_attention_norm": ("post_attention_layernorm",),
-    "ffn_norm": ("pre_feedforward_layernorm",),
-    "post_ffw_norm": ("post_feedforward_layernorm",),
-}
+_GEMMA2_LAYER = {**SEPARATE_QKV, **GATED_MLP, **NORMS_AROUND}
 _OUTPUT_NORM_LAYER = {
     **SEPARATE_QKV,
     **QK_NORMS,
@@ -113,9 +108,9 @@ def _pattern_metadata(config: ModelConfig, pattern: int) -> dict[str, Any]:
 
 
 def _pattern_problems(config: ModelConfig, pattern: int) -> Iterator[str]:
-    windows = [config.window(i) is not None for i in range(config.num_hidden_layers)]
-    if any(windows) and windows != [(i + 1) % pattern != 0 for i in range(len(windows))]:
-        yield f"layer_types must have full attention in each layer that is a multiple of {pattern}, and in no other"
+    is_full = [config.window(i) is None for i in range(config.num_hidden_layers)]
+    if not all(is_full):
+        yield from full_attention_problems(is_full, pattern)
 
 
 def _gemma3_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
