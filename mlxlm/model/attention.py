@@ -173,8 +173,7 @@ class Attention(FusedProjections):
         needs_positions = self.temperature is not None or self.chunk is not None
         offset = cache.offset if needs_positions and cache is not None else 0
         if self.temperature is not None:
-            positions = position_ids(offset, T)
-            positions = positions if segment_ids is None else packed_position_ids(segment_ids)
+            positions = position_ids(offset, T) if segment_ids is None else packed_position_ids(segment_ids)
             queries = queries * self.temperature(positions).astype(queries.dtype)
         first = None
         if cache is not None:

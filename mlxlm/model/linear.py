@@ -131,8 +131,8 @@ class FusedProjections(nn.Module):
         self._fused = SimpleNamespace()
 
     def _projections(self) -> dict[str, list[nn.Module]]:
-        """The projections of each input, by a name."""
-        raise NotImplementedError
+        """The projections of each input, by a name. By default those of a layer with one at each end."""
+        return {"inputs": [self.in_proj], "output": [self.out_proj]}
 
     def fuse(self) -> None:
         """Fuse the projections, for decoding steps."""

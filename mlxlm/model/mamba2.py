@@ -101,9 +101,6 @@ class Mamba2(FusedProjections):
         """Have the part of the heads that this process has; the norm of a single group is over those of all."""
         self._norm_group = process_group if whole.mamba_n_groups == 1 else None
 
-    def _projections(self) -> dict[str, list[nn.Module]]:
-        return {"inputs": [self.in_proj], "output": [self.out_proj]}
-
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply the layer.
 

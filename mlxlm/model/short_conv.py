@@ -105,9 +105,6 @@ class ShortConv(FusedProjections):
         self.state_shapes = self.conv.state_shapes
         self.out_proj = Linear(channels, hidden, bias=bias)
 
-    def _projections(self) -> dict[str, list[nn.Module]]:
-        return {"inputs": [self.in_proj], "output": [self.out_proj]}
-
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply the convolution.
 
