@@ -75,8 +75,12 @@ class ToolFormat:
         tags = self.argument
         if tags is None:
             return json.dumps(arguments, ensure_ascii=False)
-        texts = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in arguments.values())
-        return "".join(f"{tags.prefix}{k}{tags.between}{t}{tags.suffix}" for k, t in zip(arguments, texts, strict=True))
+        return "".join(f"{tags.prefix}{k}{tags.between}{argument_text(v)}{tags.suffix}" for k, v in arguments.items())
+
+
+def argument_text(value: Any) -> str:
+    """Return an argument as formats with tags have it: a string as it is, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 # Llama 3 may write this token before calls that are all of the answer. Its template doesn't show it.

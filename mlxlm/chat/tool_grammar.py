@@ -13,7 +13,7 @@ from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import HARMONY, THINK, ReasoningTags
 from mlxlm.chat.tool_call_parser import STRING, value_types
-from mlxlm.chat.tool_calls import PYTHON_TAG, ArgumentFormat, ToolFormat
+from mlxlm.chat.tool_calls import PYTHON_TAG, ArgumentFormat, ToolFormat, argument_text
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import check_llguidance_schema
 from mlxlm.generation.json_schema import resolve_reference, to_llguidance_schema
@@ -50,9 +50,9 @@ def constrain_calls(
     Raises:
         GenerationError: For another constraint, and as `tool_grammar`.
     """
-    if tools and options.constraint not in (None, "json_schema"):
-        raise GenerationError(f"{options.constraint} and tools", "one of them")
     if options.constraint not in (None, "json_schema"):
+        if tools:
+            raise GenerationError(f"{options.constraint} and tools", "one of them")
         return options
     grammar = tool_grammar(
         encoder.tool_format,
@@ -238,10 +238,7 @@ class _Grammar:
         """Return an expression: the value of an argument and the text after it."""
         value = value if isinstance(value, Mapping) else {}
         if "enum" in value or "const" in value:
-            texts = (
-                v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
-                for v in value.get("enum", [value.get("const")])
-            )
+            texts = map(argument_text, value.get("enum", [value.get("const")]))
             return " | ".join(self._literal(text + suffix) for text in texts)
         root = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
         rule = json.dumps({**value, **root}, ensure_ascii=False)

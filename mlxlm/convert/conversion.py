@@ -122,9 +122,14 @@ def _write_gguf(
     return gguf.write(path, config, tensors, source.load_tokenizer(), outtype, importance, mxfp4)
 
 
+def _with_packed(source: WritableCheckpoint) -> WritableCheckpoint:
+    """The source with the matrices quantized that MLX has a format for."""
+    return source.packed or source if isinstance(source, Checkpoint) else source
+
+
 def _mxfp4_experts(source: WritableCheckpoint) -> dict[str, tuple[LazyTensor, LazyTensor]]:
     """The packed weights and the scales of experts in MXFP4, by module."""
-    packed = source.packed or source if isinstance(source, Checkpoint) else source
+    packed = _with_packed(source)
     quantization, tensors = packed.quantization or {}, packed.tensors
     modules = [name.removesuffix(".scales") for name, t in tensors.items() if name.endswith(".scales")]
     stacks = [module for module in modules if len(tensors[f"{module}.weight"].shape) == 3]
@@ -350,7 +355,7 @@ def _packed(source: WritableCheckpoint) -> WritableCheckpoint | None:
 
     Scales and biases are float32 only if the dtype of most other tensors would round one of them.
     """
-    packed = source.packed or source if isinstance(source, Checkpoint) else source
+    packed = _with_packed(source)
     if not packed.quantization:
         return None
     narrow = rounded_scales(packed.tensors)
