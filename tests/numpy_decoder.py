@@ -29,11 +29,19 @@ def linear(x, weights, name):
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
+def sizes(c, layer):
+    """Number of key heads, and size of a head."""
+    if c.window(layer):
+        return c.num_key_value_heads, c.head_dim
+    return c.num_global_key_value_heads or c.num_key_value_heads, c.global_head_dim or c.head_dim
+
+
 def frequencies(c, length, layer):
     """Radians per position of each pair of dimensions, and the factor of rotated queries and keys."""
+    dims = c.qk_rope_head_dim or int(sizes(c, layer)[1] * c.partial_rotary_factor)
     if c.rope_local_base_freq and c.window(layer):
-        return c.rope_local_base_freq ** (-2.0 * np.arange(c.rotary_dims // 2) / c.rotary_dims), 1.0
-    dims, scaling, longest = c.rotary_dims, c.rope_scaling or {"rope_type": "default"}, c.max_position_embeddings
+        return c.rope_local_base_freq ** (-2.0 * np.arange(dims // 2) / dims), 1.0
+    scaling, longest = c.rope_scaling or {"rope_type": "default"}, c.max_position_embeddings
     pairs, base, kind = np.arange(dims // 2), c.rope_theta, scaling["rope_type"]
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     if kind == "dynamic" and length > longest:  # the base grows with the text
@@ -55,6 +63,8 @@ def frequencies(c, length, layer):
         low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dims - 1)
         ramp = np.clip((pairs - low) / (high - low or 0.001), 0, 1)
         return plain / factor * ramp + plain * (1 - ramp), 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    if kind == "proportional":  # Gemma 4: the last pairs aren't rotated
+        return np.where(pairs < int(scaling["partial_rotary_factor"] * dims / 2), plain, 0) / factor, 1.0
     if kind == "longrope":  # Ding et al. 2024
         ratio = longest / original
         grown = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
@@ -65,7 +75,7 @@ def frequencies(c, length, layer):
 def rotated(x, positions, c, length, layer):
     """x `[B, H, T, D]`: pair i is a complex number of dimensions i and i + dims / 2 (Su et al. 2021)."""
     turn, size = frequencies(c, length, layer)
-    half, dims = c.rotary_dims // 2, c.rotary_dims
+    half, dims = len(turn), 2 * len(turn)
     z = (x[..., :half] + 1j * x[..., half:dims]) * size * np.exp(1j * positions[:, None, :, None] * turn)
     return np.concatenate([z.real, z.imag, x[..., dims:]], axis=-1)
 
@@ -86,21 +96,29 @@ def slopes(heads):
     return slopes(power) + slopes(2 * power)[::2][: heads - power]
 
 
-def attention(x, weights, name, c, layer, positions, segment_ids):
+def attention(x, weights, name, c, layer, positions, segment_ids, shared):
+    """`shared` has the last keys and values of each type of layer, which the last layers read."""
     B, T, _ = x.shape
-    H, K, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-    q, k, v = (linear(x, weights, f"{name}.{p}_proj") for p in "qkv")
-    if c.qk_norm == "projection":
-        q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
-    if c.clip_qkv:
-        q, k, v = (np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
-    q, k, v = (y.reshape(B, T, -1, D).transpose(0, 2, 1, 3) for y in (q, k, v))
+    H, (K, D) = c.num_attention_heads, sizes(c, layer)
+    kind = c.layer_types and c.layer_types[layer]
     has_rope = c.positions == "rope" and (c.rope_layers is None or c.rope_layers[layer])
-    if c.qk_norm not in (None, "projection", None if has_rope else "l2"):
-        q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
-    q = q * temperatures(c, positions, has_rope)[:, None, :, None]
-    if has_rope:
-        q, k = rotated(q, positions, c, T, layer), rotated(k, positions, c, T, layer)
+
+    def heads(part, projection):
+        y = linear(x, weights, f"{name}.{projection}_proj")
+        if c.qk_norm == "projection" and part != "v":
+            y = norm(y, weights, f"{name}.{part}_norm", c)
+        y = np.clip(y, -c.clip_qkv, c.clip_qkv) if c.clip_qkv else y
+        y = y.reshape(B, T, -1, D).transpose(0, 2, 1, 3)
+        if part == "v":
+            return y / np.sqrt((y**2).mean(-1, keepdims=True) + c.rms_norm_eps) if c.value_norm else y
+        if c.qk_norm not in (None, "projection", None if has_rope else "l2"):
+            y = norm(y, weights, f"{name}.{part}_norm", c)
+        return rotated(y, positions, c, T, layer) if has_rope else y
+
+    q = heads("q", "q") * temperatures(c, positions, has_rope)[:, None, :, None]
+    if layer < c.num_hidden_layers - c.num_kv_shared_layers:
+        shared[kind] = heads("k", "k"), heads("v", "k" if c.attention_k_eq_v and not c.window(layer) else "v")
+    k, v = shared[kind]
     out = np.zeros((B, H, T, D))
     scale = 1 / math.sqrt(c.query_pre_attn_scalar or D)
     back = np.arange(T)[:, None] - np.arange(T)  # how far a key is behind its row
@@ -261,7 +279,7 @@ def decoder(weights, c, tokens, segment_ids=None):
         x = x + np.array([[sinusoids(p + c.position_offset, c.hidden_size) for p in row] for row in own])
     if c.embedding_norm:
         x = norm(x, weights, "model.embed_layernorm", c)
-    m = c.residual_multiplier
+    m, shared = c.residual_multiplier, {}
     for layer in range(c.num_hidden_layers):
         name = f"model.layers.{layer}"
 
@@ -272,8 +290,9 @@ def decoder(weights, c, tokens, segment_ids=None):
                 return gated_delta(y, weights, f"{name}.linear_attn", c, segment_ids)
             if c.mixer(layer) == "mamba2":
                 return mamba2(y, weights, f"{name}.mamba", c, segment_ids)
-            mixer = attention if c.kv_lora_rank is None else latent_attention
-            return mixer(y, weights, f"{name}.self_attn", c, layer, own, segment_ids)
+            if c.kv_lora_rank is not None:
+                return latent_attention(y, weights, f"{name}.self_attn", c, layer, own, segment_ids)
+            return attention(y, weights, f"{name}.self_attn", c, layer, own, segment_ids, shared)
 
         def feed(y, name=name):
             return feed_forward(y, weights, f"{name}.mlp", c)
@@ -319,12 +338,14 @@ VOCABULARY = 31
 
 @st.composite
 def scalings(draw, pairs):
-    kinds = ["linear", "llama3", "yarn", "longrope"] + ["dynamic"] * (pairs > 1)
+    kinds = ["linear", "llama3", "yarn", "longrope", "proportional"] + ["dynamic"] * (pairs > 1)
     kind, factors = draw(st.sampled_from(kinds)), st.lists(st.floats(0.5, 8), min_size=pairs, max_size=pairs)
     original = {"original_max_position_embeddings": draw(st.sampled_from([6, 12, LONGEST]))}
     if kind == "longrope":
         return {"rope_type": kind, "short_factor": draw(factors), "long_factor": draw(factors), **original}
     scaling = {"rope_type": kind, "factor": draw(st.sampled_from([1.0, 2.0, 4.0]))}
+    if kind == "proportional":
+        scaling["partial_rotary_factor"] = draw(st.sampled_from([0.25, 0.6, 1.0]))
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "yarn" and draw(st.booleans()):
@@ -357,8 +378,14 @@ def latent_architectures(draw):
 NOT_LATENT = (
     "positions", "position_offset", "alibi_scaled", "partial_rotary_factor", "qk_norm", "sliding_window", "layer_types",
     "rope_layers", "rope_local_base_freq", "attention_out_bias", "attn_logit_softcapping", "query_pre_attn_scalar",
-    "attention_sinks", "clip_qkv", "attention_chunk_size", "attn_scale", "floor_scale",
+    "attention_sinks", "clip_qkv", "attention_chunk_size", "attn_scale", "floor_scale", "global_head_dim",
+    "num_global_key_value_heads", "attention_k_eq_v", "value_norm", "num_kv_shared_layers",
 )  # fmt: skip
+
+
+def _can_share(types, first):
+    """Whether the layers from `first` on can read the keys and values of earlier ones."""
+    return set(types[first:]) <= set(types[:first]) - {"conv", "linear_attention", "mamba"}
 
 
 @st.composite
@@ -398,7 +425,20 @@ def usual_architectures(draw):
         if parallel
         else draw(st.none() | st.lists(st.sampled_from(["dense", "none"]), min_size=layers, max_size=layers))
     )
+    types = types if types is None else [*types, draw(st.sampled_from(kinds))]
+    scaling = draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None
+    kv_heads, qk_norm = [n for n in range(1, 7) if heads % n == 0], draw(st.sampled_from([None, "head", *QK_NORMS]))
+    k_eq_v, shared, scaling_type = False, 0, (scaling or {}).get("rope_type")
+    if qk_norm in (None, "head"):
+        k_eq_v = draw(flags)
+        alike = [layers - first for first in range(1, layers) if _can_share(types or ["?"] * layers, first)]
+        shared = draw(st.sampled_from([0, *alike])) if scaling_type not in ("longrope", "dynamic") else 0
     return ModelConfig(
+        global_head_dim=None if scaling_type in ("longrope", "dynamic") else draw(st.sampled_from([None, 4, 12])),
+        num_global_key_value_heads=draw(st.none() | st.sampled_from(kv_heads)),
+        attention_k_eq_v=k_eq_v,
+        value_norm=draw(flags),
+        num_kv_shared_layers=shared,
         mlp_layer_types=mlps if "none" in (mlps or ()) else None,
         **linear,
         **mamba,
@@ -407,7 +447,7 @@ def usual_architectures(draw):
         num_hidden_layers=layers,
         num_attention_heads=heads,
         head_dim=head_dim,
-        num_key_value_heads=draw(st.sampled_from([n for n in range(1, 7) if heads % n == 0])),
+        num_key_value_heads=draw(st.sampled_from(kv_heads)),
         intermediate_size=draw(st.integers(16, 40)),
         vocab_size=VOCABULARY,
         max_position_embeddings=draw(st.sampled_from([8, LONGEST])) if rope else LONGEST,
@@ -428,12 +468,12 @@ def usual_architectures(draw):
         positions=positions,
         position_offset=draw(st.integers(0, 2)) if positions in ("learned", "sinusoidal") else 0,
         partial_rotary_factor=share if rope else 1.0,
-        rope_scaling=draw(st.none() | scalings(int(head_dim * share) // 2)) if rope else None,
+        rope_scaling=scaling,
         sliding_window=window,
-        qk_norm=draw(st.sampled_from([None, *QK_NORMS])),
+        qk_norm=qk_norm,
         attn_scale=attn_scale,
         floor_scale=attn_scale and 5.0,
-        layer_types=types if types is None else [*types, draw(st.sampled_from(kinds))],
+        layer_types=types,
         attention_chunk_size=draw(st.integers(1, 6)),
         conv_L_cache=draw(st.integers(1, 4)) if "conv" in (types or ()) else 3,
         conv_bias="conv" in (types or ()) and draw(flags),

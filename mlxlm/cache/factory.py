@@ -22,7 +22,7 @@ DEFAULT = KVOptions()  # unbounded and unquantized
 
 
 def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
-    """Make one cache per layer.
+    """Make one cache per layer, but none for the last layers if they share the keys and values of others.
 
     A layer with sliding-window attention gets a window cache, unless `options.size` is not larger than its window, and
     a recurrent layer a state, which has no options.
@@ -37,7 +37,7 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
     """
     if not isinstance(model, Decoder):
         return make_caches(model, options)
-    return [_make_layer_cache(model, layer, options) for layer in range(len(model.layers))]
+    return [_make_layer_cache(model, layer, options) for layer in sorted(set(model.config.kv_layers))]
 
 
 def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache | RecurrentCache:

@@ -35,7 +35,7 @@ class KVCache:
     - The text of row b has `_dropped[b]` more tokens: its next one has the position `_dropped[b] + _end - _starts[b]`.
     - `_sinks[b]` are original keys and values of the first `rotation.keep` tokens, once row b has dropped others. The
       keys in the buffers are always shifted from these, so that rounding errors don't add up.
-    - `_first` is the index of the first position that the last update returned.
+    - `_first` is the index of the first position that the last update returned, `_last_count` its number of new ones.
 
     Args:
         rotation: Limits the number of tokens per text.
@@ -68,7 +68,7 @@ class KVCache:
         self._starts: list[int] = []
         self._dropped: list[int] = []
         self._sinks: list[list[KVBuffer]] = []
-        self._end = self._first = 0
+        self._end = self._first = self._last_count = 0
 
     @property
     def rows(self) -> int:
@@ -139,10 +139,20 @@ class KVCache:
         key_buffer.write(begin, end, keys)
         value_buffer.write(begin, end, values)
         self._end = end
-        self._first = min(begin, *self._starts)
+        self._first, self._last_count = min(begin, *self._starts), count
         if self.window is not None:
             self._first = max(self._first, begin - self.window.num_visible)
-        return key_buffer.read(self._first, end), value_buffer.read(self._first, end)
+        return self.fetch()
+
+    def fetch(self) -> tuple[mx.array | QuantizedKV, mx.array | QuantizedKV]:
+        """Return the result of the last update once more."""
+        key_buffer, value_buffer = self._buffers
+        return key_buffer.read(self._first, self._end), value_buffer.read(self._first, self._end)
+
+    @property
+    def fetched_offset(self) -> int | mx.array:
+        """`offset` before the last update."""
+        return self.offset - self._last_count
 
     def set_left_padding(self, pads: Sequence[int]) -> None:
         """Declare the first `pads[b]` positions of row b in the next update as padding; 0 for rows that have tokens."""

@@ -17,6 +17,7 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config import ModelConfig
 from mlxlm.model import Block, Decoder
+from mlxlm.model.block import layer_caches
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.utils.errors import CheckpointError
 
@@ -162,19 +163,26 @@ class LayerwiseModel:
     def __init__(self, checkpoint: Checkpoint):
         self.config = checkpoint.config
         self._tensors = _rounded_scales(checkpoint)
+        self._caches: list[list[Any]] = []  # of each batch, by layer
         self._top_tensors = {n: t for n, t in self._tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}
 
     def embeddings(self, batches: Iterable[mx.array]) -> Iterator[HiddenState]:
         """Yield the state before the first layer of each batch of tokens, int `[B, T]`; the embedding is read once."""
         model = Decoder(self.config, layers=0).model
         load_submodule(model, self._top_tensors, "model", self.config.quantization)
+        self._caches = []
         for tokens in batches:
             residual = model.embed(tokens)
             mx.eval(residual)  # otherwise its graph keeps the embedding in memory
+            self._caches.append(layer_caches(self.config.kv_layers))
             yield residual, None
 
+    def run(self, block: Block, index: int, batch: int, state: HiddenState) -> HiddenState:
+        """Apply layer `index`, which `load_layer` returned, to the state of a batch before it."""
+        return block(*state, self._caches[batch][index])
+
     def load_layer(self, index: int) -> Block:
-        """Load layer `index`: `block(residual, hidden_states, cache) -> (residual, hidden_states)`."""
+        """Load layer `index`, for `run`."""
         block = Block(self.config, index)
         load_submodule(block, self._tensors, f"{LAYER_PREFIX}.{index}", self.config.quantization)
         return block

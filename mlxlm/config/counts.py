@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -41,14 +41,14 @@ def matrix_parameters(c: Config) -> int:
     return sum(layers * m.parameters for sublayer, layers in sublayers(c) for m in sublayer.matrices)
 
 
-def forward_flops(c: Config, keys: float) -> dict[str, float]:
+def forward_flops(c: Config, keys: Sequence[float]) -> dict[str, float]:
     """Floating-point operations of the forward pass for one token, 2 per multiply-add.
 
     Only matrix products are counted; norms, activations and the softmax are a few tenths of a percent of them.
 
     Args:
         c: The configuration.
-        keys: Number of keys that the token attends to, summed over layers (see `attended_keys`).
+        keys: Number of keys that the token attends to in each layer (see `attended_keys`).
     """
     flops = Counter[str]()
     for sublayer, layers in sublayers(c):
@@ -57,24 +57,31 @@ def forward_flops(c: Config, keys: float) -> dict[str, float]:
             flops[part] += 2 * layers * matrix.active_parameters
         if sublayer.state_flops:
             flops["state"] += layers * sublayer.state_flops
-    scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
+    mixers = [mixer.score_flops for mixer, _ in c.layer_sublayers]
+    scores, values = (sum(n[side] * count for n, count in zip(mixers, keys, strict=True)) for side in (0, 1))
     head = 2 * c.hidden_size * c.vocab_size
-    return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}
+    return {**flops, "scores": scores, "scores_values": values, "head": head}
 
 
-def attended_keys(c: Config, context_length: float) -> float:
-    """Number of keys that the last of `context_length` tokens attends to, summed over layers and limited by windows."""
-    return sum(min(context_length, window or context_length) for window in attention_windows(c))
+def attended_keys(c: Config, context_length: float) -> list[float]:
+    """Number of keys that the last of `context_length` tokens attends to in each layer, limited by its window."""
+    return _of_attention(c, lambda window: min(context_length, window or context_length))
 
 
-def mean_attended_keys(c: Config, length: int) -> float:
+def mean_attended_keys(c: Config, length: int) -> list[float]:
     """Mean of `attended_keys` over the tokens of a text: row i of a causal mask has i keys, or the window's."""
 
     def mean(window: int | None) -> float:
         limit = min(window or length, length)
         return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
 
-    return sum(mean(window) for window in attention_windows(c))
+    return _of_attention(c, mean)
+
+
+def _of_attention(c: Config, count: Callable[[int | None], float]) -> list[float]:
+    """The result of `count` for the window of each layer; 0 for layers without attention."""
+    has_attention = (any(mixer.score_flops) for mixer, _ in c.layer_sublayers)
+    return [count(c.window(layer)) if has else 0 for layer, has in enumerate(has_attention)]
 
 
 def layer_activations(c: Config) -> int:

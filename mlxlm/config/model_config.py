@@ -11,6 +11,7 @@ from mlxlm.config.components import (
     CHOICES,
     CHUNKED,
     DENSE,
+    FULL,
     NO_MLP,
     NORM_PLACEMENTS,
     NORMS,
@@ -33,6 +34,7 @@ from mlxlm.config.sublayers import (
     Sublayer,
     validate_latent_attention,
     validate_layer_types,
+    validate_shared_kv,
 )
 from mlxlm.utils.errors import ConfigError, short_repr
 
@@ -47,7 +49,15 @@ class ModelConfig:
     Attributes:
         num_key_value_heads: Equal to `num_attention_heads` (the default) for multi-head attention, 1 for multi-query
             attention, between them for grouped-query attention.
-        head_dim: Default: `hidden_size / num_attention_heads`. With latent attention, the sum of the two below.
+        head_dim: Default: `hidden_size / num_attention_heads`. With latent attention, the sum of `qk_nope_head_dim` and
+            `qk_rope_head_dim`.
+        global_head_dim: `head_dim` of layers without a sliding window (Gemma 4). None: as in all layers.
+        num_global_key_value_heads: `num_key_value_heads` of layers without a sliding window. None: as in all layers.
+        attention_k_eq_v: Layers without a sliding window have no value projection: the values are the projected keys,
+            before the norm and rotary positions of keys (Gemma 4).
+        value_norm: Each head of the values has an RMSNorm without weights (Gemma 4).
+        num_kv_shared_layers: The last layers, this many, have no key and value projections and no cache: they read the
+            keys and values of the last layer before them that has the same entry in `layer_types` (Gemma 4).
         kv_lora_rank: Size of the latent vector of multi-head latent attention (DeepSeek V2); None: other attention.
         q_lora_rank: The same of queries; None: they are projected at once.
         qk_nope_head_dim: Dimensions of its queries and keys without rotary positions.
@@ -141,6 +151,11 @@ class ModelConfig:
     vocab_size: int
     num_key_value_heads: int = None  # type: ignore[assignment]  # both are set in __post_init__
     head_dim: int = None  # type: ignore[assignment]
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    attention_k_eq_v: bool = False
+    value_norm: bool = False
+    num_kv_shared_layers: int = 0
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
@@ -250,12 +265,36 @@ class ModelConfig:
         """The norms of a layer."""
         return SHARED_NORM if self.shared_norm else NORM_PLACEMENTS[self.norm_placement]
 
-    @property
-    def rotary_dims(self) -> int:
-        """Number of dimensions of a head that are rotated."""
+    def layer_head_dim(self, layer: int) -> int:
+        """Size of a head in this layer."""
+        return self.global_head_dim if self.global_head_dim and self.window(layer) is None else self.head_dim
+
+    def layer_kv_heads(self, layer: int) -> int:
+        """Number of key and value heads in this layer."""
+        heads = self.num_global_key_value_heads
+        return heads if heads and self.window(layer) is None else self.num_key_value_heads
+
+    def has_v_proj(self, layer: int) -> bool:
+        """Whether attention of this layer has a value projection."""
+        return not (self.shares_kv(layer) or (self.attention_k_eq_v and self.window(layer) is None))
+
+    def shares_kv(self, layer: int) -> bool:
+        """Whether this layer reads the keys and values of another one; see `kv_layers`."""
+        return layer >= self.num_hidden_layers - self.num_kv_shared_layers
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """For each layer, the one whose keys and values it reads: another one if `shares_kv`, else itself."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        types = self.layer_types or (FULL,) * self.num_hidden_layers
+        last = {kind: layer for layer, kind in enumerate(types[:first])}
+        return (*range(first), *(last[kind] for kind in types[first:]))
+
+    def rotary_dims(self, layer: int = 0) -> int:
+        """Number of dimensions of a head that are rotated in this layer."""
         if self.positions != "rope":
             return 0
-        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or int(self.layer_head_dim(layer) * self.partial_rotary_factor)
 
     @property
     def longrope_original_length(self) -> int | None:
@@ -300,9 +339,10 @@ class ModelConfig:
     @cached_property
     def layer_sublayers(self) -> list[tuple[Sublayer, Sublayer]]:
         """The mixer and the feed-forward of each layer; layers of one kind share them."""
-        names = [(self.mixer(layer), self.mlp(layer)) for layer in range(self.num_hidden_layers)]
-        kinds = {(mixer, mlp): (MIXERS[mixer](self), MLPS[mlp](self)) for mixer, mlp in set(names)}
-        return [kinds[name] for name in names]
+        layers = range(self.num_hidden_layers)
+        kinds = [(self.mixer(i), self.mlp(i), self.window(i) is None, self.shares_kv(i)) for i in layers]
+        made = {kind: (MIXERS[kind[0]](self, i), MLPS[kind[1]](self, i)) for kind, i in zip(kinds, layers, strict=True)}
+        return [made[kind] for kind in kinds]
 
     def parameter_count(self) -> int:
         """Number of parameters; tied embedding and head count once."""
@@ -335,6 +375,7 @@ class ModelConfig:
 MAX_LAYERS = 10_000  # far more than any decoder has, and few enough for a list of names
 _MAX_TOKEN_ID = 1 << 24  # a larger id means that the file is damaged
 _MAX_PARAMETERS = 10**13
+_FROM_ZERO = ("position_offset", "num_kv_shared_layers")  # whole numbers that can be 0
 
 # By a field's declared type: the test of a value, and what an error message says that it must be.
 _BY_TYPE: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -352,7 +393,7 @@ def validate_config(c: ModelConfig, explicit_head_dim: bool) -> Iterator[str]:
         c: The configuration, whose other methods may fail.
         explicit_head_dim: Whether `head_dim` was given, so that `hidden_size` needn't be a multiple of the heads.
     """
-    counts = [field.name for field in fields(c) if field.type == "int" and field.name != "position_offset"]
+    counts = [field.name for field in fields(c) if field.type == "int" and field.name not in _FROM_ZERO]
     bad_counts = [name for name in counts if not is_count(getattr(c, name))]
     for name in bad_counts:
         yield f"{name} is {short_repr(getattr(c, name))}, it must be a positive whole number"
@@ -389,8 +430,9 @@ def _validate_fields(c: ModelConfig) -> Iterator[str]:
             yield f"{name} is {short_repr(getattr(c, name))}, it must be one of {', '.join(map(str, choices))}"
     if is_positive(c.partial_rotary_factor) and c.partial_rotary_factor > 1:
         yield f"partial_rotary_factor is {short_repr(c.partial_rotary_factor)}, it must be at most 1"
-    if not is_count(c.position_offset) and c.position_offset != 0:
-        yield f"position_offset is {short_repr(c.position_offset)}, it must be a whole number (0)"
+    for name in _FROM_ZERO:
+        if not is_count(value := getattr(c, name)) and value != 0:
+            yield f"{name} is {short_repr(value)}, it must be a whole number (0)"
     match c.time_step_limit:
         case None:
             pass
@@ -398,15 +440,17 @@ def _validate_fields(c: ModelConfig) -> Iterator[str]:
             pass
         case limit:
             yield f"time_step_limit is {short_repr(limit)}, it must be two numbers, the least and the greatest, or null"
-    if c.sliding_window is not None and not is_count(c.sliding_window):
-        yield f"sliding_window is {short_repr(c.sliding_window)}, it must be a positive whole number or null"
+    for name in ("sliding_window", "global_head_dim", "num_global_key_value_heads"):
+        if (value := getattr(c, name)) is not None and not is_count(value):
+            yield f"{name} is {short_repr(value)}, it must be a positive whole number or null"
 
 
 def _validate_sizes(c: ModelConfig, explicit_head_dim: bool) -> Iterator[str]:
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % kv_heads:
-        divisors = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
-        yield f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads} (one of {divisors} does)"
+    heads = c.num_attention_heads
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        if is_count(kv_heads := getattr(c, name)) and heads % kv_heads:
+            divisors = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
+            yield f"{name} {kv_heads} does not divide num_attention_heads {heads} (one of {divisors} does)"
     if c.hidden_size % heads and not explicit_head_dim:
         multiple = heads * -(-c.hidden_size // heads)
         yield (
@@ -443,8 +487,12 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield "swiglu_limit is for SwiGLU (mlp_gated=true, hidden_act=silu)"
     if (c.attn_scale is None) != (c.floor_scale is None):
         yield f"attn_scale is {c.attn_scale} and floor_scale {c.floor_scale}, both or none must be set (0.1 and 8192)"
-    if c.layer_types is not None:
-        yield from validate_layer_types(c)
+    type_errors = [] if c.layer_types is None else list(validate_layer_types(c))
+    yield from type_errors
+    if (c.attention_k_eq_v or c.num_kv_shared_layers) and c.qk_norm not in (None, "head"):
+        yield f"qk_norm is {c.qk_norm}, attention_k_eq_v and num_kv_shared_layers need head or null"
+    if c.num_kv_shared_layers and not type_errors:
+        yield from validate_shared_kv(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
     if c.mlp_layer_types is not None:
@@ -457,14 +505,19 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
 
 def _validate_rope(c: ModelConfig) -> Iterator[str]:
     """Yield a message for each problem of the rotary position fields of a configuration."""
-    dims = c.rotary_dims
-    if dims % 2 and c.partial_rotary_factor == 1:
-        yield f"head_dim {dims} is odd, rotary positions need an even one ({dims + 1})"
-    elif dims % 2 or dims == 0:
-        product = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
-        yield f"{product} is {dims} dimensions, rotary positions need an even number of them (1.0)"
-    if c.rope_scaling is not None:
-        yield from validate_scaling(c.rope_scaling, dims, c.rope_theta)
+    problems: list[str] = []
+    for name in ("head_dim", "global_head_dim"):
+        if (size := getattr(c, name)) is None:
+            continue
+        dims = c.qk_rope_head_dim or int(size * c.partial_rotary_factor)
+        if dims % 2 and c.partial_rotary_factor == 1:
+            yield f"{name} {dims} is odd, rotary positions need an even one ({dims + 1})"
+        elif dims % 2 or dims == 0:
+            product = f"partial_rotary_factor {c.partial_rotary_factor} of {name} {size}"
+            yield f"{product} is {dims} dimensions, rotary positions need an even number of them (1.0)"
+        if c.rope_scaling is not None:
+            problems += validate_scaling(c.rope_scaling, dims, c.rope_theta)
+    yield from dict.fromkeys(problems)
     layers = c.rope_layers
     if layers is not None and not (isinstance(layers, tuple) and all(isinstance(has, bool) for has in layers)):
         yield "rope_layers must be a list of true and false"

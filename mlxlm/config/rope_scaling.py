@@ -25,9 +25,11 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", *_OPTIONAL),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
+    "proportional": ("partial_rotary_factor", "factor"),
 }
 _LISTS = ("short_factor", "long_factor")
 
+NOT_ROTATED = 1e30  # the wavelength of pairs that "proportional" leaves as they are: no angle of it is above rounding
 _MIN, _MAX = 1e-6, 1e12  # beyond these, products of factors overflow float32
 _BOUNDS = f" from {_MIN} to {_MAX}"
 
@@ -45,8 +47,8 @@ def validate_scaling(scaling: Any, dims: int, base: float) -> Iterator[str]:
             if not isinstance(value, list) or len(value) != dims // 2 or not all(map(_is_factor, value)):
                 yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers{_BOUNDS}"
             continue
-        # longrope's default factor is the ratio of the two lengths.
-        optional = name in _OPTIONAL or (name == "factor" and rope_type == "longrope")
+        # longrope's default factor is the ratio of the two lengths, that of proportional is 1.
+        optional = name in _OPTIONAL or (name == "factor" and rope_type in ("longrope", "proportional"))
         if name == "llama_4_scaling_beta" and value == 0:  # off
             continue
         if name != "truncate" and not _is_factor(value) and not (value is None and optional):
@@ -59,6 +61,8 @@ def validate_scaling(scaling: Any, dims: int, base: float) -> Iterator[str]:
         yield "rope_scaling: dynamic needs more than 2 rotary dimensions"
     if rope_type == "yarn" and base <= 1:
         yield f"rope_theta is {base}, yarn needs more than 1 (10000)"
+    if rope_type == "proportional" and is_positive(part := scaling.get("partial_rotary_factor")) and part > 1:
+        yield f"rope_scaling: partial_rotary_factor is {part}, it must be at most 1"
     original = scaling.get("original_max_position_embeddings")
     if rope_type == "longrope" and is_positive(original) and original <= 1:
         yield f"rope_scaling: original_max_position_embeddings is {original}, longrope needs more than 1"
@@ -94,6 +98,10 @@ def scaled_wavelengths(base: float, dims: int, scaling: Mapping[str, Any], long:
         return [_llama3_wavelength(wavelength, scaling) for wavelength in unscaled]
     if rope_type == "yarn":
         return _yarn_wavelengths(unscaled, base, scaling)
+    if rope_type == "proportional":
+        rotated = int(scaling["partial_rotary_factor"] * dims / 2)
+        factor = scaling.get("factor") or 1.0
+        return [w * factor if i < rotated else NOT_ROTATED for i, w in enumerate(unscaled)]
     if rope_type == "longrope":
         factors = scaling["long_factor" if long else "short_factor"]
         return [wavelength * factor for wavelength, factor in zip(unscaled, factors, strict=True)]

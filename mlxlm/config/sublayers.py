@@ -80,31 +80,35 @@ class Sublayer:
     state_flops: int = 0
 
 
-def attention(c: Config) -> Sublayer:
+def attention(c: Config, layer: int) -> Sublayer:
     """Grouped-query attention."""
-    hidden, d = c.hidden_size, c.head_dim
-    queries, keys, bias = c.num_attention_heads * d, c.num_key_value_heads * d, c.attention_bias
+    hidden, d, shares_kv = c.hidden_size, c.layer_head_dim(layer), c.shares_kv(layer)
+    kv_heads = 0 if shares_kv else c.layer_kv_heads(layer)
+    queries, keys, bias = c.num_attention_heads * d, kv_heads * d, c.attention_bias
     out_bias = bias if c.attention_out_bias is None else c.attention_out_bias
     all_heads = queries + keys
+    key = () if shares_kv else (Matrix("self_attn.k_proj", "key", hidden, keys, bias),)
+    value = (Matrix("self_attn.v_proj", "value", hidden, keys, bias),) if c.has_v_proj(layer) else ()
     gate = (Matrix("self_attn.gate_proj", "gate", hidden, queries, bias),) if c.attn_output_gate else ()
+    qk_norms = {"head": (2 - shares_kv) * d, "layer": 4 * d, "projection": all_heads, "layer_per_head": all_heads}
     return Sublayer(
         matrices=(
             Matrix("self_attn.q_proj", "query", hidden, queries, bias),
-            Matrix("self_attn.k_proj", "key", hidden, keys, bias),
-            Matrix("self_attn.v_proj", "value", hidden, keys, bias),
+            *key,
+            *value,
             *gate,
             Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
         ),
         activations=2 * queries + 2 * keys + len(gate) * 2 * queries,  # queries, keys, values and output; gate, product
         biases=c.num_attention_heads if c.attention_sinks else 0,
-        norms={"head": 2 * d, "layer": 4 * d, "projection": all_heads, "layer_per_head": all_heads}.get(c.qk_norm, 0),
+        norms=qk_norms.get(c.qk_norm, 0),
         score_flops=(2 * queries, 2 * queries),
-        kv_heads=c.num_key_value_heads,
-        kv_dims=(d, d),
+        kv_heads=kv_heads,
+        kv_dims=(0, 0) if shares_kv else (d, d),
     )
 
 
-def latent_attention(c: Config) -> Sublayer:
+def latent_attention(c: Config, layer: int) -> Sublayer:
     """Multi-head latent attention.
 
     The cache has the rotated part of the keys, which all heads share, and the latent vector from which the rest of the
@@ -152,8 +156,9 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
         yield f"qk_rope_head_dim {c.qk_rope_head_dim} is odd, rotary positions need an even one"
     required = {
         "positions": "rope", "partial_rotary_factor": 1.0, "qk_norm": None, "sliding_window": None, "rope_layers": None,
-        "layer_types": None,
-        "attn_logit_softcapping": None, "query_pre_attn_scalar": None, "attention_out_bias": None,
+        "layer_types": None, "global_head_dim": None, "num_global_key_value_heads": None, "attention_k_eq_v": False,
+        "value_norm": False, "num_kv_shared_layers": 0, "attn_logit_softcapping": None, "query_pre_attn_scalar": None,
+        "attention_out_bias": None,
         "attention_sinks": False, "clip_qkv": None, "attn_scale": None,
     }  # fmt: skip
     for name, value in required.items():
@@ -162,7 +167,7 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
             yield f"{name} is {short_repr(getattr(c, name))}, latent attention needs {needed}"
 
 
-def short_conv(c: Config) -> Sublayer:
+def short_conv(c: Config, layer: int) -> Sublayer:
     """A gated short convolution (LFM2)."""
     hidden, channels, taps, bias = c.hidden_size, c.conv_dim or c.hidden_size, c.conv_L_cache, c.conv_bias
     return Sublayer(
@@ -176,7 +181,7 @@ def short_conv(c: Config) -> Sublayer:
     )
 
 
-def gated_delta(c: Config) -> Sublayer:
+def gated_delta(c: Config, layer: int) -> Sublayer:
     """The gated delta rule (Qwen3-Next)."""
     hidden, heads, key_dim, value_dim = (
         c.hidden_size, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim,
@@ -200,7 +205,7 @@ def gated_delta(c: Config) -> Sublayer:
     )
 
 
-def mamba2(c: Config) -> Sublayer:
+def mamba2(c: Config, layer: int) -> Sublayer:
     """Mamba 2."""
     hidden, heads, taps, bias = c.hidden_size, c.mamba_n_heads, c.mamba_d_conv, c.mamba_proj_bias
     inner, state = heads * c.mamba_d_head, heads * c.mamba_d_head * c.mamba_d_state
@@ -223,7 +228,7 @@ def mamba2(c: Config) -> Sublayer:
     )
 
 
-def mlp(c: Config) -> Sublayer:
+def mlp(c: Config, layer: int) -> Sublayer:
     """The feed-forward."""
     return Sublayer(
         matrices=_feed_forward(c, "mlp", c.intermediate_size),
@@ -231,7 +236,7 @@ def mlp(c: Config) -> Sublayer:
     )
 
 
-def experts(c: Config) -> Sublayer:
+def experts(c: Config, layer: int) -> Sublayer:
     """A mixture of experts, with or without a shared expert for all tokens."""
     hidden, inner, used = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     shared = c.shared_expert_intermediate_size or 0
@@ -258,17 +263,17 @@ def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_pe
     )
 
 
-MIXERS: dict[str, Callable[[Config], Sublayer]] = {
+MIXERS: dict[str, Callable[[Config, int], Sublayer]] = {
     "attention": attention,
     "latent_attention": latent_attention,
     "short_conv": short_conv,
     "gated_delta": gated_delta,
     "mamba2": mamba2,
 }
-MLPS: dict[str, Callable[[Config], Sublayer]] = {
+MLPS: dict[str, Callable[[Config, int], Sublayer]] = {
     "mlp": mlp,
     "experts": experts,
-    "none": lambda c: Sublayer(matrices=(), activations=0),
+    "none": lambda c, layer: Sublayer(matrices=(), activations=0),
 }
 
 
@@ -301,3 +306,16 @@ def validate_layer_types(c: Config) -> Iterator[str]:
                 yield f"{', '.join(bad)}, layers with {kind} need a positive whole number"
             elif kind in c.layer_types and getattr(c, names[0]) % getattr(c, names[1]):
                 yield f"{names[1]} {getattr(c, names[1])} does not divide {names[0]} {getattr(c, names[0])}"
+
+
+def validate_shared_kv(c: Config) -> Iterator[str]:
+    """Yield a message for each problem of layers that share keys and values; there are some."""
+    first = c.num_hidden_layers - c.num_kv_shared_layers
+    types = c.layer_types or (FULL,) * c.num_hidden_layers
+    shared = set(types[max(first, 0) :])
+    if first <= 0 or not shared <= set(types[:first]):
+        yield f"num_kv_shared_layers is {c.num_kv_shared_layers}, but each needs an earlier layer of its type (0)"
+    if recurrent := sorted(shared & RECURRENT.keys()):
+        yield f"num_kv_shared_layers is {c.num_kv_shared_layers}, but layers with {recurrent[0]} have no keys (0)"
+    if (kind := (c.rope_scaling or {}).get("rope_type")) in ("dynamic", "longrope"):
+        yield f"rope_scaling has rope_type {kind}, layers that share keys and values need another one"

@@ -16,6 +16,7 @@ _SIZES = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "linear_num_value_heads",
     "linear_num_key_heads", "mamba_n_heads",
 )  # fmt: skip
+_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 
 def split_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -24,23 +25,24 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     Raises:
         ConfigError: It can't be divided.
     """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = {name: value for name in _KV_HEADS if (value := getattr(config, name)) is not None}
     sizes = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
     if "conv" in (config.layer_types or ()):
         sizes["conv_dim"] = config.conv_dim or config.hidden_size
     divided = {"num_attention_heads": heads, **sizes}
     problems = [f"{name} {value}" for name, value in divided.items() if value % size]
-    if kv_heads % size and size % kv_heads:
-        problems.append(f"num_key_value_heads {kv_heads}")
+    problems += [f"{name} {value}" for name, value in kv_heads.items() if value % size and size % value]
     if (groups := config.mamba_n_groups) > 1 and groups % size:  # a single one is shared by all
         problems.append(f"mamba_n_groups {groups}")
     if problems:
         fitting = [n for n in range(2, size) if heads % n == 0 and not any(value % n for value in sizes.values())]
-        fitting = [n for n in fitting if not (kv_heads % n and n % kv_heads or groups > 1 and groups % n)]
+        fitting = [n for n in fitting if not any(value % n and n % value for value in kv_heads.values())]
+        fitting = [n for n in fitting if groups == 1 or groups % n == 0]
         hint = " or ".join(map(str, fitting)) or "one machine"
         raise ConfigError(f"{size} processes can't share {', '.join(problems)} equally", hint)
     changes = {name: value // size for name, value in divided.items()}
-    changes |= {"num_key_value_heads": max(1, kv_heads // size), "mamba_n_groups": max(1, groups // size)}
+    changes |= {name: max(1, value // size) for name, value in {**kv_heads, "mamba_n_groups": groups}.items()}
     part = config.with_changes(**changes, head_dim=config.head_dim)
     for kinds in set(zip(config.layer_sublayers, part.layer_sublayers, strict=True)):
         if size > 1 and any(whole.matrices == own.matrices for whole, own in zip(*kinds, strict=True)):

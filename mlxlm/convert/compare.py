@@ -359,7 +359,7 @@ def _layer_by_layer(
             if 0 < step <= depths[side]:
                 block = model.load_layer(step - 1)
                 for i, state in enumerate(states[side]):
-                    states[side][i] = block(*state)
+                    states[side][i] = model.run(block, step - 1, i, state)
                     mx.eval(states[side][i])
                 del block
         if comparable:

@@ -335,7 +335,7 @@ def _first_layer(written: Checkpoint, ids: list[int], theirs: list[list[float]])
     [state] = model.embeddings([mx.array([ids[:-1]])])
     for index, other in enumerate(theirs):
         if index:
-            state = model.load_layer(index - 1)(*state)
+            state = model.run(model.load_layer(index - 1), index - 1, 0, state)
         ours = np.array(add_norm(None, *state)[0][0, -1])
         if not np.linalg.norm(ours - np.array(other)) <= 1e-3 * np.linalg.norm(ours):
             name = f"{LAYER_PREFIX}.{index - 1}" if index else "model.embed_tokens"

@@ -168,9 +168,9 @@ def _same_rotation(a: ModelConfig, b: ModelConfig) -> bool:
     """Whether rotary positions have the same angles, however they are configured."""
     if a.positions != "rope" or b.positions != "rope":
         return a.positions == b.positions
-    if a.rotary_dims != b.rotary_dims:
-        return False
     one, two = RotaryEmbedding(a), RotaryEmbedding(b)
+    if one.dims != two.dims:
+        return False
     dynamic = [(rope.rope_type, rope.scaling_factor) for rope in (one, two) if rope.rope_type == "dynamic"]
     if len(dynamic) == 1 or len(set(dynamic)) > 1:
         return False

@@ -34,7 +34,7 @@ MINIMAX_M2 = Family(
     },
     fixed_values={"router": "sigmoid", "qk_norm": "projection"},
     read_extra=_read,
-    write_extra=lambda config: {"rotary_dim": config.rotary_dims, "shared_intermediate_size": 0},  # for mlx_lm
+    write_extra=lambda config: {"rotary_dim": config.rotary_dims(), "shared_intermediate_size": 0},  # for mlx_lm
     layer_modules={
         **EXPERT_MODULES,
         "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",

@@ -39,6 +39,10 @@ _DEFAULT_SCALINGS: dict[Any, dict[str, Any]] = {
         "rope_type": "llama3", _THETA: 1e6, "factor": 16.0, _ORIGINAL_LENGTH: 8192, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     },
+    "gemma4_text": {
+        FULL: {"rope_type": "proportional", _PARTIAL: 0.25, _THETA: 1e6},
+        SLIDING: {"rope_type": "default", _THETA: 1e4},
+    },
     "gpt_oss": {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         _ORIGINAL_LENGTH: 4096,
@@ -53,6 +57,7 @@ _SCALES_QUERIES = ("ministral3", "mlxlm")  # models that read _QUERY_SCALE
 # Models whose layer types have their own settings: the field of each base in older files, and its default.
 _LAYER_TYPE_BASES: dict[Any, dict[str, tuple[str, float]]] = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text"), {FULL: (_THETA, 1e6), SLIDING: ("rope_local_base_freq", 1e4)}),
+    "gemma4_text": {FULL: ("", 1e6), SLIDING: ("", 1e4)},
     "olmo3": {FULL: (_THETA, 5e5), SLIDING: ("", 5e5)},
 }
 
@@ -75,9 +80,9 @@ def rope_parameters(values: HFConfig, model_type: Any) -> dict[str, Any]:
         ConfigError: A setting can't be read, or two settings contradict each other.
     """
     new, old = _read_object(values, "rope_parameters"), _read_object(values, "rope_scaling")
-    nested = {name: _read_object(new, name) for name, value in new.items() if isinstance(value, Mapping)}
     if not new and not old:
         new = _DEFAULT_SCALINGS.get(model_type, {})
+    nested = {name: _read_object(new, name) for name, value in new.items() if isinstance(value, Mapping)}
     if not new and not old and model_type in _SCALED_BY_DEFAULT:
         raise ConfigError(f"missing rope_parameters, which have a scaling by default in {model_type} models")
     if bases := _LAYER_TYPE_BASES.get(model_type):
@@ -150,7 +155,7 @@ def unsupported_rope(values: HFConfig, family: Family) -> str | None:
         return f"rope_type {rope['rope_type']!r}"
     if family.model_type == "ministral3" and (rope["rope_type"] != "yarn" or _QUERY_SCALE not in rope):
         return f"ministral3 model without YaRN and {_QUERY_SCALE}"
-    factor = rope.get(_PARTIAL)
+    factor = None if _PARTIAL in SCALINGS.get(rope["rope_type"], ()) else rope.get(_PARTIAL)
     if not family.hf_names(_PARTIAL) and factor not in (None, 1):
         return f"{_PARTIAL} {factor!r} in a {family.model_type} model"
     return "rope_traditional" if values.get("rope_traditional") else None
@@ -171,6 +176,8 @@ def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return result
     names = {"rope_type", *SCALINGS[rope["rope_type"]]}
+    if _PARTIAL in names:
+        result.pop(_PARTIAL, None)
     if family.model_type not in _SCALES_QUERIES:
         names.discard(_QUERY_SCALE)
     return {**result, "rope_scaling": {name: value for name, value in rope.items() if name in names}}
@@ -185,8 +192,11 @@ def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, A
     if has_local_rope:
         local_base = config.rope_local_base_freq or config.rope_theta
         local = {"rope_type": "default", _THETA: local_base}
+        types = {"rope_parameters": {FULL: parameters, SLIDING: local}}
+        if scaling["rope_type"] == "proportional":  # older files have none of these
+            return types
         older = {"rope_scaling": {**scaling, "type": scaling["rope_type"]}} if config.rope_scaling else {}
-        return {"rope_parameters": {FULL: parameters, SLIDING: local}, "rope_local_base_freq": local_base, **older}
+        return {**types, "rope_local_base_freq": local_base, **older}
     if config.rope_scaling is None:
         return {"rope_parameters": parameters}
     # Older readers look for "type".

@@ -110,7 +110,7 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             each = heads if "*" in name else 0
             mappings.append(
                 WeightMapping(
-                    stored, modules, (), 1, False, interleaved, config.rotary_dims, experts=each, head_vectors=heads
+                    stored, modules, (), 1, False, interleaved, config.rotary_dims(), experts=each, head_vectors=heads
                 )
             )
         elif "*" in name:
@@ -124,7 +124,7 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             stacked = ".switch_mlp." in modules[0]
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed, stacked=stacked))
         elif transposed or interleaved or modules != (stored,):
-            mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
+            mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims()))
     layer_tensors = {} if for_mlx else {**family.layer_tensors, **family.other_layer_tensors}
     for i, (name, fused) in product(range(config.num_hidden_layers), layer_tensors.items()):
         tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())

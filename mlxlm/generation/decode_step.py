@@ -79,7 +79,7 @@ class DecodeStep:
 
         Args:
             tokens: int32 `[B, 1]`.
-            caches: One per layer, with the same B.
+            caches: Those of `mlxlm.cache.make_cache`, with the same B.
 
         Returns:
             Logits `[B, V]`, not evaluated.
@@ -197,7 +197,7 @@ def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int 
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[tuple[int, int, int | None], tuple[int, int]] = {}
     layers: list[_LayerLayout | None] = []
-    for cache, window in zip(caches, windows, strict=True):
+    for cache, window in zip(caches, windows, strict=False):  # the last layers may have no caches
         if isinstance(cache, RecurrentCache):
             cache.begin_step()
             layers.append(None)
@@ -236,7 +236,7 @@ class LayerStep:
 
     def angles(self, rope: RotaryEmbedding, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
         """Return `rope.angles` at the rows' positions, computed once for all layers with the same base."""
-        return self._shared.once(("angles", rope.is_local, dtype), lambda: rope.angles(self.offset, dtype))
+        return self._shared.once(("angles", rope.kind, dtype), lambda: rope.angles(self.offset, dtype))
 
     def temperatures(self, temperature: QueryTemperature) -> mx.array:
         """Return the factors of `temperature` at the rows' positions, `[B, 1, 1, 1]`, computed once for all layers."""
@@ -249,6 +249,10 @@ class LayerStep:
         index = self._shared.ends[self._group]
         pairs = zip(self.buffers, (keys, values), strict=True)
         self.buffers = [buffer.with_position(index, x) for buffer, x in pairs]
+        return self.fetch()
+
+    def fetch(self) -> tuple[mx.array | QuantizedKV, mx.array | QuantizedKV]:
+        """Return the part of the buffers that attention reads, after the update of this step."""
         key_buffer, value_buffer = self.buffers
         return key_buffer.read(self._first, self._end), value_buffer.read(self._first, self._end)
 
@@ -380,7 +384,7 @@ def _is_supported(model: Decoder, caches: Sequence[KVCache | RecurrentCache]) ->
     return all(
         isinstance(cache, RecurrentCache)
         or layer.mixer.can_decode(cache.buffers[0].dtype, [buffer.quantization for buffer in cache.buffers])
-        for layer, cache in zip(model.layers, caches, strict=True)
+        for layer, cache in zip(model.layers, caches, strict=False)  # the last layers may have no caches
     )
 
 

@@ -169,10 +169,8 @@ def hidden_states(lm: LoadedModel | str | Path, text: str | Sequence[int]) -> np
     tokens = mx.array([encode_for_embedding(lm, text)])
 
     def compute() -> np.ndarray:
-        residual, added = model.model.embed(tokens), None
-        states = [residual]
-        for layer in model.layers:
-            residual, added = layer(residual, added)
+        states = []
+        for residual, added in model.model.layer_states(tokens):
             states.append(residual if added is None else residual + added)
         states[-1] = model.model.final_norm(residual, added)
         return np.array(mx.concatenate(states).astype(mx.float32))

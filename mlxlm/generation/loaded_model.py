@@ -241,9 +241,7 @@ def convert_to_float16(model: Decoder, tokens: Sequence[int]) -> bool:
         return True
     model.update(tree_unflatten(converted))
     sizes = [mx.abs(x).max() for _, x in converted]
-    residual, hidden_states = model.model.embed(mx.array([tokens])), None
-    for layer in model.layers:
-        residual, hidden_states = layer(residual, hidden_states)
+    for residual, hidden_states in model.model.layer_states(mx.array([tokens])):
         sizes += [_FLOAT16_MARGIN * mx.abs(x).max() for x in (residual, hidden_states) if x is not None]
     return mx.isfinite(mx.stack(sizes)).all().item()
 

@@ -46,43 +46,43 @@ class RoPE(NamedTuple):
 
 
 def qk_norm_rope(
-    x: mx.array, heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Split a fused projection into heads; normalize and rotate queries and keys.
+    x: mx.array, heads: int, kv_heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
+) -> tuple[mx.array, mx.array]:
+    """Normalize and rotate the queries and keys of a fused projection.
 
     Args:
-        x: `[B, H + 2·H_kv, 1, D]`: queries, keys and values of one position per row, float32, float16 or bfloat16.
+        x: `[B, N, 1, D]`, N >= H + H_kv: queries and keys of one position per row, and others, float32, float16 or
+            bfloat16.
         heads: H.
+        kv_heads: H_kv. May be 0.
         norms: Weights `[D]` of the RMSNorm of each head of the queries and of the keys.
         eps: Added to the mean square.
         rope: The rotation, if there is one.
         angles: Positions int32 `[B]`. On a CPU also cosines and sines, see `RotaryEmbedding.angles`.
 
     Returns:
-        Queries `[B, H, 1, D]`, and keys and values `[B, H_kv, 1, D]`. Queries and keys have the dtype that x and norms
-        promote to.
+        Queries `[B, H, 1, D]` and keys `[B, H_kv, 1, D]` in the dtype that x and norms promote to.
     """
     if norms is None and rope is None:
-        return _qk_norm_rope_mlx(x, heads, norms, eps, rope, angles)
-    B, total, _, D = x.shape
-    sizes = D, 0 if rope is None else rope.dims, heads, (total - heads) // 2, 1 if B == 1 else _SEVERAL
+        return _qk_norm_rope_mlx(x, heads, kv_heads, norms, eps, rope, angles)
+    B, _, _, D = x.shape
+    sizes = D, 0 if rope is None else rope.dims, heads, kv_heads, 1 if B == 1 else _SEVERAL
     used = {"norm": norms is not None, "wavelengths": rope is not None and rope.wavelengths is not None}
     features = tuple(name for name, is_used in used.items() if is_used)
     case = Case(QK_NORM_ROPE.name, DTYPE_NAMES[x.dtype], ("D", "dims", "H", "K", "rows"), sizes, features)
-    return QK_NORM_ROPE.implementation(case)(x, heads, norms, eps, rope, angles)
+    return QK_NORM_ROPE.implementation(case)(x, heads, kv_heads, norms, eps, rope, angles)
 
 
 def _qk_norm_rope_mlx(
-    x: mx.array, heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
-) -> tuple[mx.array, mx.array, mx.array]:
-    both = (x.shape[1] + heads) // 2
-    rotated, values = x[:, :both], x[:, both:]
+    x: mx.array, heads: int, kv_heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
+) -> tuple[mx.array, mx.array]:
+    rotated = x[:, : heads + kv_heads]
     if norms is not None:
         parts = zip((rotated[:, :heads], rotated[:, heads:]), norms, strict=True)
         rotated = mx.concatenate([mx.fast.rms_norm(part, weight, eps) for part, weight in parts], axis=1)
     if rope is not None:
         rotated = _rotate(rotated, rope, angles)
-    return rotated[:, :heads], rotated[:, heads:], values
+    return rotated[:, :heads], rotated[:, heads:]
 
 
 def _rotate(x: mx.array, rope: RoPE, angles: Any) -> mx.array:
@@ -97,10 +97,9 @@ def _rotate(x: mx.array, rope: RoPE, angles: Any) -> mx.array:
 
 
 def _qk_norm_rope_metal(
-    x: mx.array, heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
-) -> tuple[mx.array, mx.array, mx.array]:
+    x: mx.array, heads: int, kv_heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
+) -> tuple[mx.array, mx.array]:
     B, total, _, D = x.shape
-    kv_heads = (total - heads) // 2
     query_weight, key_weight = norms or (x, x)  # an array that isn't read stands in for what is missing
     dtype = mx.result_type(x, query_weight, key_weight)
     dims, base, wavelengths, _ = rope or (0, None, None, False)
@@ -112,14 +111,14 @@ def _qk_norm_rope_metal(
             scalar(math.log2(base or 1.0), mx.float32), scalar(eps, mx.float32),
         ],
         template={
-            "T": dtype, "D": D, "H": heads, "K": kv_heads, "HALF": dims // 2, "NORM": norms is not None,
+            "T": dtype, "D": D, "N": total, "H": heads, "K": kv_heads, "HALF": dims // 2, "NORM": norms is not None,
             "WAVELENGTHS": wavelengths is not None,
         },
         grid=(_SIMD, heads + kv_heads, B),
         threadgroup=(_SIMD, 1, 1),
-        outputs=[((B, heads, 1, D), dtype), ((B, kv_heads, 1, D), dtype)],
+        outputs=[((B, heads, 1, D), dtype), ((B, max(1, kv_heads), 1, D), dtype)],  # an array can't have no elements
     )  # fmt: skip
-    return queries, keys, x[:, heads + kv_heads :]
+    return queries, keys[:, :kv_heads]
 
 
 def _preferred_paths(case: Case) -> tuple[tuple[str, ...], str]:
@@ -133,13 +132,13 @@ def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
     D, dims, H, K, rows = case.sizes
     dtype = getattr(mx, case.dtype)
     seeds = mx.random.split(mx.random.key(0), 4)
-    x = mx.random.normal((rows, H + 2 * K, 1, D), key=seeds[0]).astype(dtype)
+    x = mx.random.normal((rows, H + K + 1, 1, D), key=seeds[0]).astype(dtype)
     norms = tuple((1 + 0.3 * mx.random.normal((D,), key=seed)).astype(dtype) for seed in seeds[1:3])
     rope = RoPE(dims, 10_000.0, None) if dims else None
     if "wavelengths" in case.features:
         rope = RoPE(dims, None, mx.exp(mx.random.uniform(0, 9, (dims // 2,), key=seeds[3])))
     positions = 37 * mx.arange(rows, dtype=mx.int32) + 5
-    return [x, H, norms if "norm" in case.features else None, 1e-6, rope, positions], {}
+    return [x, H, K, norms if "norm" in case.features else None, 1e-6, rope, positions], {}
 
 
 QK_NORM_ROPE = Operation(

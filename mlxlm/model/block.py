@@ -6,12 +6,13 @@ With gradient checkpointing, the gradient recomputes the activations of a layer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
-from mlxlm.model.attention import Attention
+from mlxlm.model.attention import Attention, KeysAndValues
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.model.feed_forward import FeedForward
 from mlxlm.model.gated_delta import GatedDeltaNet
@@ -102,7 +103,7 @@ class Block(nn.Module):
             residual: `[B, T, hidden]`, or `[B, hidden]` in a decoding step (`Decoder.decode`).
             hidden_states: Output of the layer before, not yet added to `residual`. None for the first layer, and with
                 post-norm.
-            cache: The layer's cache.
+            cache: The layer's cache, see `layer_caches`.
             segment_ids: See `Attention`.
 
         Returns:
@@ -133,8 +134,28 @@ class Block(nn.Module):
         return self.dropout(hidden_states if self.multiplier == 1 else hidden_states * self.multiplier)
 
 
+def layer_caches(kv_layers: Sequence[int], cache: Sequence[Any] | None = None) -> list[Any]:
+    """The cache of each layer: its own, or that of the layer whose keys and values it reads.
+
+    Args:
+        kv_layers: See `ModelConfig.kv_layers`.
+        cache: The caches of the layers that have one of their own. None or empty without caches.
+
+    Returns:
+        Caches for one forward pass. Without caches, a `KeysAndValues` where layers share it, and None elsewhere.
+    """
+    if cache:
+        return [cache[layer] for layer in kv_layers]
+    shared = {layer: KeysAndValues() for index, layer in enumerate(kv_layers) if layer != index}
+    return [shared.get(layer) for layer in kv_layers]
+
+
 def checkpointed_layer(
-    layer: Block, residual: mx.array, hidden_states: mx.array | None, segment_ids: mx.array | None
+    layer: Block,
+    residual: mx.array,
+    hidden_states: mx.array | None,
+    cache: KeysAndValues | None,
+    segment_ids: mx.array | None,
 ) -> tuple[mx.array, mx.array | None]:
     """Apply a layer, keeping only its inputs and outputs for the gradient.
 
@@ -143,19 +164,22 @@ def checkpointed_layer(
     """
     key = mx.random.randint(0, 1 << 31, (2,), dtype=mx.uint32) if layer.dropout.active else None
     names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
-    inputs = (residual, hidden_states, segment_ids, key)
-    count = len(names) + (1 if hidden_states is None else 2)  # arrays with a gradient
+    writes = cache is not None and not layer.mixer.shares_kv
+    keys, values = (None, None) if cache is None or writes else cache.fetch()
+    inputs = (residual, hidden_states, keys, values, segment_ids, key)
+    count = len(names) + sum(x is not None for x in inputs[:4])  # arrays with a gradient
 
     def forward(*arrays: mx.array) -> tuple[mx.array, ...]:
         rest = iter(arrays[len(names) :])
-        own_residual, own_hidden_states, ids, own_key = (None if x is None else next(rest) for x in inputs)
+        own_residual, own_hidden_states, *own_kv, ids, own_key = (None if x is None else next(rest) for x in inputs)
+        own_cache = KeysAndValues(*own_kv)
         before = layer.trainable_parameters()
         layer.update(tree_unflatten(list(zip(names, arrays, strict=False))))
         layer.dropout.set_key(own_key)
-        out = layer(own_residual, own_hidden_states, None, ids)
+        out = layer(own_residual, own_hidden_states, own_cache if cache else None, ids)
         layer.dropout.set_key(None)
         layer.update(before)
-        return tuple(x for x in out if x is not None)
+        return tuple(x for x in (*out, *(own_cache.fetch() if writes else ())) if x is not None)
 
     run = mx.custom_function(forward)
 
@@ -169,7 +193,10 @@ def checkpointed_layer(
         return (*gradients[: len(names)], *below, *(mx.zeros_like(x) for x in others))
 
     out = run(*weights, *(x for x in inputs if x is not None))
-    return out if len(out) == 2 else (out[0], None)
+    if cache and writes:
+        *out, keys, values = out
+        cache.update_and_fetch(keys, values)
+    return (out[0], out[1]) if len(out) == 2 else (out[0], None)
 
 
 # By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from collections import deque
+from collections.abc import Iterator
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
-from mlxlm.model.block import Block, Dropout, checkpointed_layer
+from mlxlm.model.block import Block, Dropout, checkpointed_layer, layer_caches
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.model.positions import packed_position_ids, position_ids
@@ -102,6 +104,7 @@ class Backbone(nn.Module):
         if config.embedding_norm:
             self.embed_layernorm = make_norm(config)
         self.layers = [Block(config, i, dropout) for i in range(layers)]
+        self._kv_layers = config.kv_layers[:layers]
         if not config.layer_norms.after_addition:  # there the last layer's output is a norm's
             self.norm = make_norm(config)
         self.dropout = Dropout(dropout)
@@ -132,17 +135,23 @@ class Backbone(nn.Module):
 
     def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Return the hidden states `[B, T, hidden]` after the final norm. See `Decoder` for the arguments."""
+        [last_state] = deque(self.layer_states(tokens, cache, segment_ids), maxlen=1)
+        return self.final_norm(*last_state)
+
+    def layer_states(
+        self, tokens: mx.array, cache: Any = None, segment_ids: mx.array | None = None
+    ) -> Iterator[tuple[mx.array, mx.array | None]]:
+        """Yield the residual `[B, T, hidden]` and what is yet to be added to it, before and after each layer."""
         if cache and segment_ids is not None:
             raise ValueError("segment_ids can't be used with a cache")
         offset = next((one.offset for one in cache or () if hasattr(one, "offset")), 0)  # recurrent layers have none
         residual, hidden_states = self.embed(tokens, offset, segment_ids), None
+        yield residual, hidden_states
         checkpointed = self.grad_checkpoint and self.training and not cache
-        for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            if checkpointed:
-                residual, hidden_states = checkpointed_layer(layer, residual, hidden_states, segment_ids)
-            else:
-                residual, hidden_states = layer(residual, hidden_states, layer_cache, segment_ids)
-        return self.final_norm(residual, hidden_states)
+        for layer, layer_cache in zip(self.layers, layer_caches(self._kv_layers, cache), strict=True):
+            apply = partial(checkpointed_layer, layer) if checkpointed else layer
+            residual, hidden_states = apply(residual, hidden_states, layer_cache, segment_ids)
+            yield residual, hidden_states
 
     def final_norm(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:
         """Add the last layer's output to the residual and apply the final norm: `[B, T, hidden]`.
@@ -180,7 +189,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens: int `[B, T]`.
-            cache: One cache per layer, which is advanced by T positions.
+            cache: The caches of `mlxlm.cache.make_cache`, which are advanced by T positions.
             segment_ids: int `[B, T]`, ascending in each row: the document of each position in packed rows. Documents
                 don't attend to each other, and each starts at position 0.
 

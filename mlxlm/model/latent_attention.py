@@ -96,7 +96,7 @@ class LatentAttention(FusedProjections):
         self.embed_q = HeadLinear(heads, nope, rank)
         self.unembed_out = HeadLinear(heads, rank, values)
         self.o_proj = Linear(heads * values, hidden, bias=bias)
-        self.rope = RotaryEmbedding(config)
+        self.rope = RotaryEmbedding(config, layer)
 
     def _projections(self) -> dict[str, list[nn.Module]]:
         first = self.q_a_proj if "q_a_proj" in self else self.q_proj
@@ -136,7 +136,7 @@ class LatentAttention(FusedProjections):
         queries = (queries * self.scale).reshape(B, T, self.heads, -1).swapaxes(1, 2)
         queries, rotated = mx.split(queries, [self.nope_dim], axis=-1)
         latents, keys = mx.split(compressed[:, None], [self.rank], axis=-1)
-        rotated, keys = self.rope(rotated, keys, cache)
+        rotated, keys = self.rope(rotated, keys, 0 if cache is None else cache.offset, cache)
         return queries, rotated, keys, self.kv_a_layernorm(latents)
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:

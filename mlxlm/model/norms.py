@@ -85,9 +85,9 @@ def make_norm(config: ModelConfig) -> Norm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
 
 
-def make_qk_norm(config: ModelConfig, heads: int) -> nn.Module:
-    """Make the norm of the queries or keys of `heads` heads, which has weights."""
-    size, eps, kind = config.head_dim, config.rms_norm_eps, config.qk_norm
+def make_qk_norm(config: ModelConfig, heads: int, size: int) -> nn.Module:
+    """Make the norm of the queries or keys of `heads` heads of `size` dimensions, which has weights."""
+    eps, kind = config.rms_norm_eps, config.qk_norm
     if kind == "layer":
         return LayerNorm(size, eps)
     if kind == "layer_per_head":

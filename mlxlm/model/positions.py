@@ -14,7 +14,7 @@ from mlxlm.utils.errors import GenerationError
 
 
 class RotaryEmbedding:
-    """Rotary position embeddings (Su et al. 2021) on the first `config.rotary_dims` dimensions of a head.
+    """Rotary position embeddings (Su et al. 2021) on the first `config.rotary_dims(layer)` dimensions of a head.
 
     Latent attention rotates neighboring dimensions, and vectors that have no others.
 
@@ -27,12 +27,15 @@ class RotaryEmbedding:
 
     Args:
         config: The model's configuration.
-        is_local: Whether the layer has the base `config.rope_local_base_freq`, and no scaling.
+        layer: Index of the layer. One with a window has the base `config.rope_local_base_freq`, if that is set, and no
+            scaling then.
     """
 
-    def __init__(self, config: ModelConfig, is_local: bool = False):
-        self.is_local, self.dims = is_local, config.rotary_dims
-        self.base = float((is_local and config.rope_local_base_freq) or config.rope_theta)
+    def __init__(self, config: ModelConfig, layer: int = 0):
+        local_base = None if config.window(layer) is None else config.rope_local_base_freq
+        is_local, self.dims = local_base is not None, config.rotary_dims(layer)
+        self.kind = is_local, self.dims  # the same in layers with the same angles
+        self.base = float(local_base or config.rope_theta)
         self.longest = config.max_position_embeddings
         scaling = (None if is_local else config.rope_scaling) or {"rope_type": "default"}
         self.rope_type: str = scaling["rope_type"]
@@ -49,7 +52,7 @@ class RotaryEmbedding:
         factor = attention_factor(scaling, self.longest)
         self.query_scale = None
         if factor != 1:
-            others = 0 if config.kv_lora_rank is not None else config.head_dim - self.dims
+            others = 0 if config.kv_lora_rank is not None else config.layer_head_dim(layer) - self.dims
             self.query_scale = mx.array([factor**2] * self.dims + [1.0] * others)
 
     @property
@@ -57,13 +60,19 @@ class RotaryEmbedding:
         """Whether `shift_keys` works: not with "dynamic" scaling, which rotated earlier keys by another base."""
         return self.rope_type != "dynamic"
 
-    def __call__(self, queries: mx.array, keys: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
-        """Rotate queries and keys `[B, H, T, D]` for the positions that follow those in the cache."""
-        offset = 0 if cache is None else cache.offset
+    def __call__(self, queries: mx.array, keys: Any, offset: int | mx.array, cache: Any) -> tuple[mx.array, Any]:
+        """Rotate queries and keys `[B, H, T, D]`, or queries alone if `keys` is None.
+
+        Args:
+            queries: Those of T tokens.
+            keys: Those of the same tokens.
+            offset: Position of the first token, or int32 `[B]`.
+            cache: The cache that the keys are for, or None.
+        """
         rope = self._rope(offset, queries.shape[2], cache) if self.varies else self.fixed
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
-        return rope.rotate(queries, offset), rope.rotate(keys, offset)
+        return rope.rotate(queries, offset), None if keys is None else rope.rotate(keys, offset)
 
     def angles(self, positions: mx.array, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
         """Return what `qk_norm_rope` needs for one token per row, at `positions` int32 `[B]`.

@@ -83,7 +83,7 @@ def count_training_flops(config: ModelConfig, training: Training, num_devices: i
         recomputed=sum(forward.values()) - forward["head"] if training.grad_checkpoint else 0.0,
         rule_of_thumb=textbook.training_flops(config.active_parameter_count(), 1, training.grad_checkpoint),
         tokens_per_step=training.tokens_per_step * num_devices,
-        computed_fraction=training.keys_computed(config) * config.num_hidden_layers / keys,
+        computed_fraction=training.keys_computed(config) * config.num_hidden_layers / sum(keys),
     )
 
 

@@ -65,7 +65,7 @@ def generation_cases(
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
         dtype = next(cache.buffers[0].dtype for cache in caches if isinstance(cache, KVCache))
         for attention in (layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)):
-            projected = mx.zeros((len(pads), (attention.heads + 2 * attention.kv_heads) * attention.head_dim), dtype)
+            projected = mx.zeros((len(pads), sum(attention.projected_heads) * attention.head_dim), dtype)
             attention.split_and_rotate(projected, angles=mx.zeros((len(pads),), mx.int32))
 
     return _traced(run)

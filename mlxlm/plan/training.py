@@ -93,7 +93,7 @@ class Training:
         path, length, layers = self.attention_path(config), self.max_seq_length, config.num_hidden_layers
         windows = attention_windows(config)
         if path == "fused":
-            return attended_keys(config, length) / layers
+            return sum(attended_keys(config, length)) / layers
         if path == "plain" and self._device != "cpu":
             return length * len(windows) / layers
 
@@ -148,10 +148,11 @@ def _case(config: ModelConfig, training: Training) -> Case:
     used = {"softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
     used["sinks"] = config.attention_sinks or None
     features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
-    sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
-    window = None if None in attention_windows(config) else config.sliding_window
-    values_dim = config.v_head_dim or config.head_dim
-    values = {} if values_dim == config.head_dim else {"V": values_dim}
+    layers = [i for i, (mixer, _) in enumerate(config.layer_sublayers) if any(mixer.score_flops)]
+    layer = min(layers, key=lambda i: config.window(i) is not None)
+    head_dim, window = config.layer_head_dim(layer), config.window(layer)
+    sizes = head_dim, config.num_attention_heads, config.layer_kv_heads(layer), length, length
+    values = {} if config.v_head_dim in (None, head_dim) else {"V": config.v_head_dim}
     return attention_case(TRAINING, training.dtype, *sizes, features, window=window, **values)
 
 

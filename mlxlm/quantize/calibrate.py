@@ -261,8 +261,8 @@ def calibrate_layers(
         if on_layer is not None:
             with recording(layer) as recorder:
                 for i, state in enumerate(states):
-                    if source_states is not None:
-                        source_states[i] = model.run(layer, index, i, source_states[i])
+                    if source is not None and source_states is not None:
+                        source_states[i] = source.run(layer, index, i, source_states[i])
                         mx.eval(source_states[i])
                         recorder.end_source()
                     mx.eval(model.run(layer, index, i, state))

@@ -74,7 +74,7 @@ class DecoderLayers:
 
     def run(self, layer: nn.Module, index: int, batch: int, state: mx.array) -> mx.array:
         """See `Layers`."""
-        return _merge(layer(state, None))
+        return _merge(self._model.run(layer, index, batch, (state, None)))
 
     def head_inputs(self, batch: int, state: mx.array) -> Mapping[str, mx.array]:
         """See `Layers`."""

@@ -180,7 +180,7 @@ def test_positions_of_kept_tokens_stay_exact_in_a_long_text():
     token = mx.ones((1, 2, 1, 8))
     for i in range(keep):
         key = plain[:, :, i : i + 1]
-        cache.update_and_fetch(rope(key, key, cache)[1], key)
+        cache.update_and_fetch(rope(key, key, cache.offset, cache)[1], key)
     for _ in range(1000):
         keys, _ = cache.update_and_fetch(token, token)
         mx.eval(keys)

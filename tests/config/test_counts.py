@@ -80,7 +80,7 @@ def test_flops_are_those_of_the_products(config, context_length):
 def test_mean_attended_keys(length, window):
     config = ModelConfig(8, 2, 2, 8, 8, sliding_window=window)
     by_row = [min(row, window or row) for row in range(1, length + 1)]
-    assert mean_attended_keys(config, length) == pytest.approx(2 * sum(by_row) / length)
+    assert mean_attended_keys(config, length) == pytest.approx([sum(by_row) / length] * 2)
 
 
 @pytest.mark.parametrize("name", ["0.3m", "1m"])

@@ -53,7 +53,7 @@ def test_fields_of_published_configurations():
     assert phi.rope_scaling["rope_type"] == "longrope"
     assert phi.rope_scaling["original_max_position_embeddings"] == 4096
     assert read_published("gemma-2b").hidden_act == "gelu_pytorch_tanh"
-    assert read_published("pythia-70m").rotary_dims == 16
+    assert read_published("pythia-70m").rotary_dims() == 16
     falcon = read_published("falcon-7b")
     assert (falcon.num_key_value_heads, falcon.parallel_residual, falcon.shared_norm) == (1, True, True)
     assert read_published("bloom-560m").intermediate_size == 4096

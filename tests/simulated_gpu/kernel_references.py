@@ -54,7 +54,7 @@ def qk_norm_rope(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) -
                 waves = {"base": 2.0 ** inputs["base"].item(), "freqs": None}
             part = mx.fast.rope(part, 2 * half, traditional=False, scale=1.0, offset=inputs["positions"], **waves)
         parts.append(part.astype(template["T"]))
-    return parts
+    return parts if template["K"] else [parts[0], mx.zeros(outputs[1][0], template["T"])]
 
 
 def attention_decode(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) -> list[mx.array]:

@@ -202,7 +202,7 @@ class Architecture:
                 mappings.append(
                     WeightMapping(
                         f"blk.{file_layer}.{name}", full_names, fused_rows, groups, interleaved=interleaved,
-                        rotary_dims=config.rotary_dims, head_vectors=norm_heads.get(name, 0),
+                        rotary_dims=config.rotary_dims(), head_vectors=norm_heads.get(name, 0),
                     )
                 )  # fmt: skip
         return mappings

@@ -103,7 +103,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.head_count_kv": 1,
         "attention.q_lora_rank": config.q_lora_rank or 0,
         "attention.kv_lora_rank": rank,
-        "attention.key_length": rank + config.rotary_dims,
+        "attention.key_length": rank + config.rotary_dims(),
         "attention.value_length": rank,
         "attention.key_length_mla": config.head_dim,
         "attention.value_length_mla": config.v_head_dim,

@@ -101,7 +101,7 @@ def _read_hybrid(keys: MetadataReader) -> dict[str, Any]:
 
 def _hybrid_metadata(config: ModelConfig, has_sections: bool) -> dict[str, Any]:
     """The inverse of `_read_hybrid`; `has_sections`: with those of M-RoPE, which differ for images only."""
-    heads, pairs = config.linear_num_value_heads or 0, config.rotary_dims // 2
+    heads, pairs = config.linear_num_value_heads or 0, config.rotary_dims() // 2
     return {
         "attention.head_count_kv": config.num_key_value_heads,  # one number for all layers
         "ssm.conv_kernel": config.linear_conv_kernel_dim,

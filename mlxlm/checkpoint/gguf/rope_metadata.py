@@ -64,7 +64,7 @@ def _is_plain_yarn(scaling: Mapping[str, Any]) -> bool:
 
 def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     """The metadata of RoPE, keys below the architecture's prefix."""
-    values: dict[str, Any] = {"rope.dimension_count": config.rotary_dims, "rope.freq_base": float(config.rope_theta)}
+    values: dict[str, Any] = {"rope.dimension_count": config.rotary_dims(), "rope.freq_base": float(config.rope_theta)}
     scaling, kind = config.rope_scaling or {}, rope_type(config)
     if kind in ("linear", "yarn", "longrope"):
         values["rope.scaling.type"] = kind
