@@ -482,7 +482,9 @@ def usual_architectures(draw):
         attn_logit_softcapping=draw(st.none() | st.just(2.0)),
         final_logit_softcapping=draw(st.none() | st.just(3.0)),
         query_pre_attn_scalar=draw(st.none() | st.just(5.0)),
-        rope_layers=draw(st.none() | st.lists(flags, min_size=layers, max_size=layers)) if rope else None,
+        rope_layers=draw(st.none() | st.lists(flags, min_size=layers, max_size=layers))
+        if rope and not shared
+        else None,
         rope_local_base_freq=draw(st.none() | st.just(50.0)) if rope and window else None,
         residual_multiplier=draw(st.sampled_from([1.0, 0.6])),
         logits_scaling=draw(st.sampled_from([1.0, 3.0])),

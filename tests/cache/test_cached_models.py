@@ -31,8 +31,8 @@ def make(layers=2, seed=0, **changes):
     model.init_weights(seed)
     # Larger keys and queries than fresh ones: who is seen must matter.
     for layer in model.layers:
-        layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 4
-        layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 4
+        for projection in (layer.self_attn[name] for name in ("q_proj", "k_proj") if name in layer.self_attn):
+            projection.weight = projection.weight * 4
     model.eval()
     return model
 
@@ -68,6 +68,12 @@ WINDOWED = {
         "norm_placement": "both", "attn_logit_softcapping": 2.0, "norm_unit_offset": True,
     },
     "alibi": {"sliding_window": 9, "positions": "alibi", "norm": "layer"},
+    "gemma 4": {
+        "layers": 4, "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention") * 2,
+        "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "value_norm": True,
+        "num_kv_shared_layers": 2, "rope_local_base_freq": 50.0,
+        "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    },
 }  # fmt: skip
 
 
@@ -221,6 +227,7 @@ ROWS = {
     "learned": {"positions": "learned", "position_offset": 2, "norm": "layer"},
     "alibi": {"positions": "alibi"},
     "gemma 2": WINDOWED["gemma 2"],
+    "gemma 4": WINDOWED["gemma 4"],
 }
 
 

@@ -41,6 +41,11 @@ KINDS = {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_key_value_heads": 4, "attention_bias": True, **EXPERTS, "router": "sigmoid",
     },
+    "shared keys and values": {
+        "num_hidden_layers": 4, "layer_types": ("sliding_attention", "full_attention") * 2, "sliding_window": 8,
+        "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "value_norm": True,
+        "num_kv_shared_layers": 2, "qk_norm": "head",
+    },
     "short convolutions": {"layer_types": ("conv", "full_attention"), "conv_bias": True},
     "gated delta rule": {
         "layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 8, "linear_num_key_heads": 4,

@@ -46,6 +46,12 @@ MODELS = {
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "norm_unit_offset": True,
         "hidden_act": "gelu_pytorch_tanh", "embedding_multiplier": 8.0, "query_pre_attn_scalar": 24.0,
     },
+    "gemma 4": {
+        "num_hidden_layers": 6, "layer_types": ("sliding_attention", "full_attention") * 3, "sliding_window": 9,
+        "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "value_norm": True, "num_kv_shared_layers": 3, "qk_norm": "head", "query_pre_attn_scalar": 1.0,
+        "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25}, "rope_local_base_freq": 50.0,
+    },
     "gpt-oss": {
         "attention_sinks": True, "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"),
         "attention_bias": True, "mlp_bias": True, "swiglu_limit": 0.2, "num_experts": 4, "num_experts_per_tok": 2,
