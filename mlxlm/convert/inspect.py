@@ -185,6 +185,7 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
         "attention": _attention(c) + (f", in {mixers['attention']} layers" if len(mixers) > 1 else ""),
+        "keys and values": _keys_and_values(c),
         "convolutions": f"gated, of {c.conv_L_cache} tokens, in {convolutions} layers" if convolutions else "",
         "linear attention": f"{linear}, in {delta} layers" if delta else "",
         "state space": f"{state_space}, in {mamba} layers" if mamba else "",
@@ -217,14 +218,26 @@ def _attention(c: ModelConfig) -> str:
     return f"{kind}, {heads} heads of {c.head_dim}{shared}{clip}{sinks}{gate}{norm}"
 
 
+def _keys_and_values(c: ModelConfig) -> str:
+    heads, size = c.num_global_key_value_heads or c.num_key_value_heads, c.global_head_dim or c.head_dim
+    differ = (heads, size) != (c.num_key_value_heads, c.head_dim)
+    parts = {
+        f"{heads} heads of {size} in layers without a window": differ,
+        "values are projected like keys in layers without a window": c.attention_k_eq_v,
+        "values have RMSNorm of each head without weights": c.value_norm,
+        f"the last {c.num_kv_shared_layers} layers read those of earlier ones": c.num_kv_shared_layers,
+    }
+    return "; ".join(text for text, applies in parts.items() if applies)
+
+
 def _positions(c: ModelConfig) -> str:
     if c.positions != "rope":
         return c.positions.replace("alibi", "ALiBi")
     text = f"rotary, base {c.rope_theta:g}"
     if c.qk_rope_head_dim is not None:
         text += f", {c.qk_rope_head_dim} dimensions of a head"
-    if c.partial_rotary_factor != 1:
-        text += f", {100 * c.partial_rotary_factor:g} % of a head"
+    if (share := (c.rope_scaling or {}).get("partial_rotary_factor", c.partial_rotary_factor)) != 1:
+        text += f", {100 * share:g} % of a head"
     if c.rope_scaling:
         factor = c.rope_scaling.get("factor")
         text += f", {c.rope_scaling['rope_type']} scaling" + (f" by {factor:g}" if factor else "")

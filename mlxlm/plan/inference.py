@@ -9,6 +9,7 @@ from typing import Any
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL, SLIDING
 from mlxlm.config.counts import count_parameters, kv_cache_values, recurrent_state_bytes, sublayers
+from mlxlm.config.numbers import MAX_SIZE
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.config.sublayers import LATENT_FIELDS
@@ -219,14 +220,14 @@ def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:
         multi_head = config.with_changes(**dict.fromkeys(LATENT_FIELDS))
         return {"multi-head": multi_head, f"latent, of rank {config.kv_lora_rank}": config}
     heads, kv = config.num_attention_heads, config.num_key_value_heads
-    types = config.layer_types and tuple(FULL if kind == SLIDING else kind for kind in config.layer_types)
-    plain = config.with_changes(sliding_window=None, layer_types=types, rope_local_base_freq=None)
-    kinds = {"multi-head": plain.with_changes(num_key_value_heads=heads)}
+    # A window that no text fills: the layers' sizes can depend on whether they have one.
+    plain = config if config.sliding_window is None else config.with_changes(sliding_window=MAX_SIZE)
+    kinds = {"multi-head": plain.with_changes(num_key_value_heads=heads, num_global_key_value_heads=None)}
     if 1 < kv < heads:
         kinds[f"grouped-query, {kv} key-value heads"] = plain
-    kinds["multi-query"] = plain.with_changes(num_key_value_heads=1)
+    kinds["multi-query"] = plain.with_changes(num_key_value_heads=1, num_global_key_value_heads=None)
     if config.sliding_window is None:
-        types = types and tuple(SLIDING if kind == FULL else kind for kind in types)
+        types = config.layer_types and tuple(SLIDING if kind == FULL else kind for kind in config.layer_types)
         windowed = config.with_changes(sliding_window=EXAMPLE_WINDOW, layer_types=types)
         kinds[f"sliding window of {EXAMPLE_WINDOW} in all layers" + (" with attention" if types else "")] = windowed
     else:

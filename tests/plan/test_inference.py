@@ -82,6 +82,19 @@ def test_learned_positions_are_quantized():
     assert plans[1].inference.weights - plans[0].inference.weights == table + table // 32 * 4
 
 
+def test_caches_of_layers_with_other_sizes():
+    """Gemma 4: full attention has fewer and larger heads, and the last two layers have no cache."""
+    config = load_preset("5m").with_changes(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, global_head_dim=64,
+        num_global_key_value_heads=1, num_hidden_layers=6, num_kv_shared_layers=2, sliding_window=100,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention") * 2, max_position_embeddings=4096,
+    )  # fmt: skip
+    for kind, cache in mlxlm.plan(config, machine="a100", context_length=4000).inference.caches.items():
+        local, full = {"multi-head": (4, 4), "multi-query": (1, 1)}.get(kind, (2, 1))
+        window = 100 + 64 + 64 if "window" in kind else 4000
+        assert cache == 2 * 2 * (3 * local * 32 * window + full * 64 * 4000), kind
+
+
 def test_the_memory_of_a_chat():
     cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
     assert 1.45e9 < entry_fit(default_entry(), cpu).memory < 1.6e9  # 1.45 GB were resident after 4,000 tokens

@@ -89,9 +89,11 @@ def test_errors_leave_the_model_unchanged(tiny_config, rows):
 
 
 @pytest.mark.parametrize("segment_ids", [None, SEGMENTS])
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_grad_checkpoint_gradients_are_equal(tiny_config, segment_ids, placement):
-    config = tiny_config.with_changes(norm_placement=placement)
+@pytest.mark.parametrize(
+    "fields", [{}, {"norm_placement": "post"}, {"num_hidden_layers": 3, "num_kv_shared_layers": 2}], ids=str
+)
+def test_grad_checkpoint_gradients_are_equal(tiny_config, segment_ids, fields):
+    config = tiny_config.with_changes(**fields)
     kept, again = (gradients(a_step(config, grad_checkpoint=r), TOKENS, segment_ids, None) for r in (False, True))
     for name, gradient in kept.items():
         np.testing.assert_array_equal(again[name], gradient, err_msg=name)
