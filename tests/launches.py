@@ -440,7 +440,7 @@ def decode_launches(
     model = Decoder(config)
     set_zero_weights(model, bits)
     step, caches = DecodeStep(model.eval()), make_cache(model, kv)
-    for layer, layer_cache, (mixer, _) in zip(model.layers, caches, config.layer_sublayers, strict=True):
+    for layer, layer_cache, (mixer, *_) in zip(model.layers, caches, config.layer_sublayers, strict=True):
         if isinstance(layer_cache, RecurrentCache):
             layer.mixer(mx.zeros((rows, 1, config.hidden_size), mx.bfloat16), layer_cache)
         else:

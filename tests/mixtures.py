@@ -68,6 +68,22 @@ NATIVE = {  # run by mlxlm's decoder
         "mamba_d_state": 16,
         "layer_types": ["mamba", "attention"],
     },
+    "gemma4_text": {
+        **_BASE,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 24,
+        "global_head_dim": 64,
+        "rope_parameters": None,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "use_double_wide_mlp": True,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 

@@ -267,6 +267,57 @@ def sinusoids(position, size):
     return [math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)]
 
 
+def per_layer_inputs(x, tokens, weights, c):
+    """Gemma 4: `[B, T, layers, P]` from a table, scaled like embeddings, and from the embeddings."""
+    shape = (*tokens.shape, c.num_hidden_layers, c.hidden_size_per_layer_input)
+    table = weights["model.embed_tokens_per_layer.weight"][tokens].reshape(shape) * math.sqrt(shape[-1])
+    projected = linear(x, weights, "model.per_layer_model_projection").reshape(shape) / math.sqrt(c.hidden_size)
+    return (table + norm(projected, weights, "model.per_layer_projection_norm", c)) / math.sqrt(2)
+
+
+def block(x, weights, name, c, layer, own, segment_ids, shared):
+    """A layer's attention and feed-forward."""
+    m = c.residual_multiplier
+
+    def attend(y):
+        if c.mixer(layer) == "short_conv":
+            return short_conv(y, weights, f"{name}.conv", c, segment_ids)
+        if c.mixer(layer) == "gated_delta":
+            return gated_delta(y, weights, f"{name}.linear_attn", c, segment_ids)
+        if c.mixer(layer) == "mamba2":
+            return mamba2(y, weights, f"{name}.mamba", c, segment_ids)
+        if c.kv_lora_rank is not None:
+            return latent_attention(y, weights, f"{name}.self_attn", c, layer, own, segment_ids)
+        return attention(y, weights, f"{name}.self_attn", c, layer, own, segment_ids, shared)
+
+    def feed(y):
+        return feed_forward(y, weights, f"{name}.mlp", c)
+
+    def normed(y, which):
+        return norm(y, weights, f"{name}.{which}_layernorm", c)
+
+    if c.parallel_residual:
+        first = normed(x, "input")
+        return x + m * (attend(first) + feed(first if c.shared_norm else normed(x, "post_attention")))
+    if c.norm_placement == "pre":
+        x = x + m * attend(normed(x, "input"))
+    elif c.norm_placement == "post":
+        x = normed(x + m * attend(x), "post_attention")
+    elif c.norm_placement == "output":
+        x = x + m * normed(attend(x), "post_attention")
+    else:
+        x = x + m * normed(attend(normed(x, "input")), "post_attention")
+    if c.mlp_layer_types and c.mlp_layer_types[layer] == "none":
+        return x
+    if c.norm_placement == "pre":
+        return x + m * feed(normed(x, "post_attention"))
+    if c.norm_placement == "post":
+        return normed(x + m * feed(x), "post_feedforward")
+    if c.norm_placement == "output":
+        return x + m * normed(feed(x), "post_feedforward")
+    return x + m * normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
+
+
 def decoder(weights, c, tokens, segment_ids=None):
     """Logits `[B, T, V]` of int `[B, T]`; `weights` by the decoder's own names."""
     B, T = tokens.shape
@@ -279,49 +330,16 @@ def decoder(weights, c, tokens, segment_ids=None):
         x = x + np.array([[sinusoids(p + c.position_offset, c.hidden_size) for p in row] for row in own])
     if c.embedding_norm:
         x = norm(x, weights, "model.embed_layernorm", c)
-    m, shared = c.residual_multiplier, {}
+    inputs, shared = per_layer_inputs(x, tokens, weights, c) if c.hidden_size_per_layer_input else None, {}
     for layer in range(c.num_hidden_layers):
         name = f"model.layers.{layer}"
-
-        def attend(y, name=name, layer=layer):
-            if c.mixer(layer) == "short_conv":
-                return short_conv(y, weights, f"{name}.conv", c, segment_ids)
-            if c.mixer(layer) == "gated_delta":
-                return gated_delta(y, weights, f"{name}.linear_attn", c, segment_ids)
-            if c.mixer(layer) == "mamba2":
-                return mamba2(y, weights, f"{name}.mamba", c, segment_ids)
-            if c.kv_lora_rank is not None:
-                return latent_attention(y, weights, f"{name}.self_attn", c, layer, own, segment_ids)
-            return attention(y, weights, f"{name}.self_attn", c, layer, own, segment_ids, shared)
-
-        def feed(y, name=name):
-            return feed_forward(y, weights, f"{name}.mlp", c)
-
-        def normed(y, which, name=name):
-            return norm(y, weights, f"{name}.{which}_layernorm", c)
-
-        if c.parallel_residual:
-            first = normed(x, "input")
-            x = x + m * (attend(first) + feed(first if c.shared_norm else normed(x, "post_attention")))
-            continue
-        if c.norm_placement == "pre":
-            x = x + m * attend(normed(x, "input"))
-        elif c.norm_placement == "post":
-            x = normed(x + m * attend(x), "post_attention")
-        elif c.norm_placement == "output":
-            x = x + m * normed(attend(x), "post_attention")
-        else:
-            x = x + m * normed(attend(normed(x, "input")), "post_attention")
-        if c.mlp_layer_types and c.mlp_layer_types[layer] == "none":
-            continue
-        if c.norm_placement == "pre":
-            x = x + m * feed(normed(x, "post_attention"))
-        elif c.norm_placement == "post":
-            x = normed(x + m * feed(x), "post_feedforward")
-        elif c.norm_placement == "output":
-            x = x + m * normed(feed(x), "post_feedforward")
-        else:
-            x = x + m * normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
+        x = block(x, weights, name, c, layer, own, segment_ids, shared)
+        if inputs is not None:
+            y = activation(linear(x, weights, f"{name}.per_layer_input_gate"), c.hidden_act) * inputs[:, :, layer]
+            x = x + norm(
+                linear(y, weights, f"{name}.per_layer_projection"), weights, f"{name}.post_per_layer_input_norm", c
+            )
+        x = x * weights.get(f"{name}.layer_scalar", 1)
     if c.norm_placement != "post":
         x = norm(x, weights, "model.norm", c)
     logits = (
@@ -443,6 +461,8 @@ def usual_architectures(draw):
         **linear,
         **mamba,
         attn_output_gate=draw(flags),
+        hidden_size_per_layer_input=draw(st.sampled_from([None, None, None, 5])),
+        layer_scalar=draw(flags),
         hidden_size=draw(st.sampled_from([16, 17, 24])),
         num_hidden_layers=layers,
         num_attention_heads=heads,

@@ -24,10 +24,9 @@ def make_oracle(model_type: str, sizes: dict[str, Any], vocabulary: int, attenti
     model = kind.from_config(config, attn_implementation=attention).eval().float()
     rng = np.random.default_rng(0)
     with torch.no_grad():
-        biases = [
-            value for name, value in model.named_buffers() if name.endswith(("e_score_correction_bias", "expert_bias"))
-        ]
-        for parameter in [*model.parameters(), *biases]:
+        own = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+        buffers = [value for name, value in model.named_buffers() if name.endswith(own)]
+        for parameter in [*model.parameters(), *buffers]:
             centre = 0.7 if parameter.ndim == 1 else 0.0
             values = rng.normal(centre, 0.25, tuple(parameter.shape)).astype(np.float32)
             parameter.copy_(torch.from_numpy(values))

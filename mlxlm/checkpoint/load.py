@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,22 +164,26 @@ class LayerwiseModel:
         self.config = checkpoint.config
         self._tensors = _rounded_scales(checkpoint)
         self._caches: list[list[Any]] = []  # of each batch, by layer
+        self._per_layer_inputs: list[Sequence[mx.array | None]] = []  # the same
         self._top_tensors = {n: t for n, t in self._tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}
 
     def embeddings(self, batches: Iterable[mx.array]) -> Iterator[HiddenState]:
         """Yield the state before the first layer of each batch of tokens, int `[B, T]`; the embedding is read once."""
         model = Decoder(self.config, layers=0).model
         load_submodule(model, self._top_tensors, "model", self.config.quantization)
-        self._caches = []
+        self._caches, self._per_layer_inputs = [], []
         for tokens in batches:
             residual = model.embed(tokens)
             mx.eval(residual)  # otherwise its graph keeps the embedding in memory
+            inputs = model.per_layer_inputs(tokens, residual) or [None] * self.config.num_hidden_layers
+            mx.eval(inputs)
+            self._per_layer_inputs.append(inputs)
             self._caches.append(layer_caches(self.config.kv_layers))
             yield residual, None
 
     def run(self, block: Block, index: int, batch: int, state: HiddenState) -> HiddenState:
         """Apply layer `index`, which `load_layer` returned, to the state of a batch before it."""
-        return block(*state, self._caches[batch][index])
+        return block(*state, self._caches[batch][index], None, self._per_layer_inputs[batch][index])
 
     def load_layer(self, index: int) -> Block:
         """Load layer `index`, for `run`."""

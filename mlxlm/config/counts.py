@@ -32,6 +32,11 @@ def count_parameters(c: Config) -> dict[str, int]:
         for matrix in sublayer.matrices:
             counts[matrix.group] += layers * matrix.parameters
             counts["biases"] += layers * matrix.experts * matrix.outputs * matrix.bias
+    counts["biases"] += c.num_hidden_layers * c.layer_scalar
+    if c.hidden_size_per_layer_input:
+        counts["per_layer_embedding"] = (c.vocab_size_per_layer_input or c.vocab_size) * c.per_layer_width
+        counts["per_layer_projection"] = hidden * c.per_layer_width
+        counts["norms"] += c.hidden_size_per_layer_input * NORMS[c.norm].vectors
     counts["head"] = 0 if c.tie_word_embeddings else c.vocab_size * hidden
     return dict(counts)
 
@@ -57,10 +62,11 @@ def forward_flops(c: Config, keys: Sequence[float]) -> dict[str, float]:
             flops[part] += 2 * layers * matrix.active_parameters
         if sublayer.state_flops:
             flops["state"] += layers * sublayer.state_flops
-    mixers = [mixer.score_flops for mixer, _ in c.layer_sublayers]
+    mixers = [mixer.score_flops for mixer, *_ in c.layer_sublayers]
     scores, values = (sum(n[side] * count for n, count in zip(mixers, keys, strict=True)) for side in (0, 1))
-    head = 2 * c.hidden_size * c.vocab_size
-    return {**flops, "scores": scores, "scores_values": values, "head": head}
+    head, projection = 2 * c.hidden_size * c.vocab_size, 2 * c.hidden_size * c.per_layer_width
+    per_layer = {"per_layer_projection": projection} if projection else {}
+    return {**flops, **per_layer, "scores": scores, "scores_values": values, "head": head}
 
 
 def attended_keys(c: Config, context_length: float) -> list[float]:
@@ -80,7 +86,7 @@ def mean_attended_keys(c: Config, length: int) -> list[float]:
 
 def _of_attention(c: Config, count: Callable[[int | None], float]) -> list[float]:
     """The result of `count` for the window of each layer; 0 for layers without attention."""
-    has_attention = (any(mixer.score_flops) for mixer, _ in c.layer_sublayers)
+    has_attention = (any(mixer.score_flops) for mixer, *_ in c.layer_sublayers)
     return [count(c.window(layer)) if has else 0 for layer, has in enumerate(has_attention)]
 
 
@@ -99,7 +105,7 @@ def kv_cache_values(c: Config, context_length: int) -> tuple[int, int]:
     A layer with a window stores at most the window, its slack and its spare positions.
     """
     keys = values = 0
-    for layer, (mixer, _) in enumerate(c.layer_sublayers):
+    for layer, (mixer, *_) in enumerate(c.layer_sublayers):
         window = c.window(layer)
         limit = context_length if window is None else window + window_slack(window) + window_spare(window)
         vectors = mixer.kv_heads * min(context_length, limit)
@@ -109,7 +115,7 @@ def kv_cache_values(c: Config, context_length: int) -> tuple[int, int]:
 
 def recurrent_state_bytes(c: Config, bytes_per_value: int) -> int:
     """Bytes of the states of the recurrent layers of one sequence, however long it is."""
-    mixers = [mixer for mixer, _ in c.layer_sublayers]
+    mixers = [mixer for mixer, *_ in c.layer_sublayers]
     return sum(mixer.state_values * bytes_per_value + 4 * mixer.float32_state_values for mixer in mixers)
 
 
@@ -128,4 +134,4 @@ def window_spare(window: int) -> int:
 
 def attention_windows(c: Config) -> list[int | None]:
     """The window of each layer with attention."""
-    return [c.window(layer) for layer, (mixer, _) in enumerate(c.layer_sublayers) if any(mixer.score_flops)]
+    return [c.window(layer) for layer, (mixer, *_) in enumerate(c.layer_sublayers) if any(mixer.score_flops)]

@@ -13,7 +13,7 @@ Config = Any  # a ModelConfig, whose module imports this one
 
 EXPERT_FIELDS = (
     "num_experts_per_tok", "moe_intermediate_size", "router", "router_bias", "norm_topk_prob", "n_group", "topk_group",
-    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate",
+    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "enable_moe_block",
 )  # fmt: skip
 MAX_EXPERTS = 10_000
 
@@ -35,6 +35,8 @@ def validate_experts(c: Config) -> Iterator[str]:
         yield f"num_experts_per_tok is {c.num_experts_per_tok}, more than the experts of {c.topk_group} groups"
     if c.shared_expert_gate and c.shared_expert_intermediate_size is None:
         yield "shared_expert_gate is true, but shared_expert_intermediate_size is null"
+    if c.enable_moe_block and c.mlp_layer_types is not None:
+        yield "enable_moe_block is true, so that all layers have experts and mlp_layer_types must be null"
 
 
 def validate_mlp_layer_types(c: Config) -> Iterator[str]:

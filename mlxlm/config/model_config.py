@@ -32,6 +32,8 @@ from mlxlm.config.sublayers import (
     MIXERS,
     MLPS,
     Sublayer,
+    experts,
+    per_layer_input,
     validate_latent_attention,
     validate_layer_types,
     validate_shared_kv,
@@ -128,6 +130,8 @@ class ModelConfig:
         routed_scaling_factor: Factor on the output of the experts.
         shared_expert_intermediate_size: Width of an expert that all tokens go to as well; None: there is none.
         shared_expert_gate: The output of the shared expert is multiplied by a gate (Qwen 2).
+        enable_moe_block: Layers have experts beside the dense feed-forward, whose outputs are added. Both have norms of
+            their own, also the router, and each expert has a scale (Gemma 4).
         mlp_layer_types: "sparse" for layers with experts, "dense" for others, "none" for those without a feed-forward
             (Nemotron-H). None: all have experts, if there are any.
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
@@ -137,6 +141,11 @@ class ModelConfig:
         head_bias: The output matrix has a bias (Phi).
         embedding_multiplier: Factor on the embeddings.
         embedding_norm: Normalize the embeddings (BLOOM).
+        hidden_size_per_layer_input: Size of a vector that each layer gets of each token, from a second embedding and a
+            projection of the first one (Gemma 4). None: there are none.
+        vocab_size_per_layer_input: Rows of the second embedding. None: vocab_size.
+        use_double_wide_mlp: Feed-forwards of the layers of `num_kv_shared_layers` have twice the width (Gemma 4).
+        layer_scalar: The output of each layer is multiplied by a learned number (Gemma 4).
         quantization: MLX's object, such as `{"bits": 4, "group_size": 64, "mode": "affine"}`, with an object or False
             (not quantized) under the name of a module that differs.
 
@@ -226,6 +235,7 @@ class ModelConfig:
     routed_scaling_factor: float = 1.0
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    enable_moe_block: bool = False
     mlp_layer_types: tuple[str, ...] | None = None
     mlp_gated: bool = True
     swiglu_limit: float | None = None
@@ -233,6 +243,10 @@ class ModelConfig:
     head_bias: bool = False
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
+    hidden_size_per_layer_input: int | None = None
+    vocab_size_per_layer_input: int | None = None
+    use_double_wide_mlp: bool = False
+    layer_scalar: bool = False
     quantization: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -330,19 +344,34 @@ class ModelConfig:
         kind = SPARSE if self.mlp_layer_types is None else self.mlp_layer_types[layer]
         if kind == NO_MLP:
             return "none"
-        return "mlp" if self.num_experts is None or kind == DENSE else "experts"
+        return "mlp" if self.num_experts is None or kind == DENSE or self.enable_moe_block else "experts"
+
+    def mlp_width(self, layer: int) -> int:
+        """Width of the dense feed-forward of this layer."""
+        return self.intermediate_size * (2 if self.use_double_wide_mlp and self.shares_kv(layer) else 1)
 
     def has_mlp(self, layer: int) -> bool:
         """Whether this layer has a feed-forward."""
         return self.mlp(layer) != "none"
 
     @cached_property
-    def layer_sublayers(self) -> list[tuple[Sublayer, Sublayer]]:
-        """The mixer and the feed-forward of each layer; layers of one kind share them."""
+    def layer_sublayers(self) -> list[tuple[Sublayer, ...]]:
+        """The mixer, the feed-forward and further sublayers of each layer; layers of one kind share them."""
         layers = range(self.num_hidden_layers)
         kinds = [(self.mixer(i), self.mlp(i), self.window(i) is None, self.shares_kv(i)) for i in layers]
-        made = {kind: (MIXERS[kind[0]](self, i), MLPS[kind[1]](self, i)) for kind, i in zip(kinds, layers, strict=True)}
+        others = ([experts] if self.enable_moe_block else []) + (
+            [per_layer_input] if self.hidden_size_per_layer_input else []
+        )
+        made = {
+            kind: tuple(sublayer(self, i) for sublayer in (MIXERS[kind[0]], MLPS[kind[1]], *others))
+            for kind, i in zip(kinds, layers, strict=True)
+        }
         return [made[kind] for kind in kinds]
+
+    @property
+    def per_layer_width(self) -> int:
+        """Size of the inputs of all layers together, see `hidden_size_per_layer_input`. 0 without."""
+        return self.num_hidden_layers * (self.hidden_size_per_layer_input or 0)
 
     def parameter_count(self) -> int:
         """Number of parameters; tied embedding and head count once."""
@@ -440,7 +469,10 @@ def _validate_fields(c: ModelConfig) -> Iterator[str]:
             pass
         case limit:
             yield f"time_step_limit is {short_repr(limit)}, it must be two numbers, the least and the greatest, or null"
-    for name in ("sliding_window", "global_head_dim", "num_global_key_value_heads"):
+    for name in (
+        "sliding_window", "global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input",
+    ):  # fmt: skip
         if (value := getattr(c, name)) is not None and not is_count(value):
             yield f"{name} is {short_repr(value)}, it must be a positive whole number or null"
 

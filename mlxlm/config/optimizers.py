@@ -31,8 +31,10 @@ def _adafactor_state(config: ModelConfig) -> int:
         for sublayer, layers in sublayers(config)
         for matrix in sublayer.matrices
     )
-    tables = [groups[name] // hidden for name in ("embedding", "positions", "head") if groups[name]]
-    return matrices + sum(rows + hidden for rows in tables) + groups["norms"] + groups["biases"]
+    tables = [(groups[name] // hidden, hidden) for name in ("embedding", "positions", "head") if groups[name]]
+    if width := config.per_layer_width:
+        tables += [(groups["per_layer_embedding"] // width, width), (width, hidden)]
+    return matrices + sum(rows + columns for rows, columns in tables) + groups["norms"] + groups["biases"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.config.components import CHUNKED, FULL, RECURRENT, SLIDING
+from mlxlm.config.components import CHUNKED, FULL, NORMS, RECURRENT, SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import short_repr
 
@@ -231,26 +231,44 @@ def mamba2(c: Config, layer: int) -> Sublayer:
 def mlp(c: Config, layer: int) -> Sublayer:
     """The feed-forward."""
     return Sublayer(
-        matrices=_feed_forward(c, "mlp", c.intermediate_size),
-        activations=(3 if c.mlp_gated else 2) * c.intermediate_size,  # gate, up and their product
+        matrices=_feed_forward(c, "mlp", c.mlp_width(layer)),
+        activations=(3 if c.mlp_gated else 2) * c.mlp_width(layer),  # gate, up and their product
     )
 
 
 def experts(c: Config, layer: int) -> Sublayer:
-    """A mixture of experts, with or without a shared expert for all tokens."""
+    """A mixture of experts, with or without a shared expert for all tokens, or beside a dense feed-forward."""
+    name, beside = ("experts", 1) if c.enable_moe_block else ("mlp", 0)
     hidden, inner, used = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     shared = c.shared_expert_intermediate_size or 0
-    gate = (Matrix("mlp.shared_expert_gate", "router", hidden, 1, False),) if c.shared_expert_gate else ()
+    gate = (Matrix(f"{name}.shared_expert_gate", "router", hidden, 1, False),) if c.shared_expert_gate else ()
     values = 3 if c.mlp_gated else 2
     return Sublayer(
         matrices=(
-            Matrix("mlp.gate", "router", hidden, c.num_experts, c.router_bias),
-            *_feed_forward(c, "mlp.switch_mlp", inner, c.num_experts, used),
-            *(_feed_forward(c, "mlp.shared_expert", shared) if shared else ()),
+            Matrix(f"{name}.gate", "router", hidden, c.num_experts, c.router_bias),
+            *_feed_forward(c, f"{name}.switch_mlp", inner, c.num_experts, used),
+            *(_feed_forward(c, f"{name}.shared_expert", shared) if shared else ()),
             *gate,
         ),
-        activations=2 * c.num_experts + used * (2 * hidden + values * inner) + values * shared,
-        biases=c.num_experts if c.router == "sigmoid" else 0,
+        # Beside a dense feed-forward: the norms of the router, of the experts and of both outputs, and their sum.
+        activations=2 * c.num_experts + used * (2 * hidden + values * inner) + values * shared + beside * 5 * hidden,
+        norms=beside * (3 * NORMS[c.norm].vectors + 1) * hidden,
+        biases=c.num_experts * ((c.router == "sigmoid") + beside),
+    )
+
+
+def per_layer_input(c: Config, layer: int) -> Sublayer:
+    """The part of a layer that reads the layer's own input of each token (Gemma 4)."""
+    hidden, size = c.hidden_size, c.hidden_size_per_layer_input
+    return Sublayer(
+        matrices=(
+            Matrix("per_layer_input_gate", "per_layer_input", hidden, size, False),
+            Matrix("per_layer_projection", "per_layer_input", size, hidden, False),
+        ),
+        # The layer's share of the inputs of all layers: looked up, projected, normalized, and their sum. Then the
+        # residual, the gate, its product with the input, the projection and its norm.
+        activations=4 * size + 2 * size + 3 * hidden,
+        norms=NORMS[c.norm].vectors * hidden,
     )
 
 

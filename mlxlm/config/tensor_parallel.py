@@ -45,11 +45,13 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     changes |= {name: max(1, value // size) for name, value in {**kv_heads, "mamba_n_groups": groups}.items()}
     part = config.with_changes(**changes, head_dim=config.head_dim)
     for kinds in set(zip(config.layer_sublayers, part.layer_sublayers, strict=True)):
-        if size > 1 and any(whole.matrices == own.matrices for whole, own in zip(*kinds, strict=True)):
+        whole, own = (sublayers[:2] for sublayers in kinds)  # all processes have the others whole, or they have experts
+        if size > 1 and any(a.matrices == b.matrices for a, b in zip(whole, own, strict=True)):
             raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
     return part
 
 
 def sent_values_per_token(config: ModelConfig, size: int) -> int:
-    """How many values each process sends for a token: those of the sums of both sublayers, in a ring."""
-    return 2 * config.num_hidden_layers * config.hidden_size * 2 * (size - 1) // size
+    """How many values each process sends for a token: those of the sums of the sublayers, in a ring."""
+    sums = 2 + config.enable_moe_block
+    return sums * config.num_hidden_layers * config.hidden_size * 2 * (size - 1) // size

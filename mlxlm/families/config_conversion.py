@@ -43,6 +43,7 @@ _SAME_MODELS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "gemma4_unified_text": "gemma4_text",
 }
 # Values of `quant_method` that `mlxlm.checkpoint` reads.
 SUPPORTED_QUANT_METHODS = (

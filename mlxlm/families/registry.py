@@ -15,7 +15,7 @@ from mlxlm.families.exaone import EXAONE
 from mlxlm.families.exaone4 import EXAONE4
 from mlxlm.families.falcon import FALCON
 from mlxlm.families.family import Family
-from mlxlm.families.gemma import GEMMA, GEMMA2, GEMMA3
+from mlxlm.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from mlxlm.families.glm import GLM, GLM4, GLM4_MOE
 from mlxlm.families.gpt2 import GPT2
 from mlxlm.families.gpt_neox import GPT_NEOX
@@ -47,7 +47,7 @@ _ORDER = (
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
     MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
     LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GRANITE_HYBRID, NEMOTRON_H, MINISTRAL3, LLAMA4, ERNIE4_5,
-    HELIUM, EXAONE, DOTS1, MINIMAX_M2,
+    HELIUM, EXAONE, DOTS1, MINIMAX_M2, GEMMA4,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

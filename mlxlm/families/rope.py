@@ -137,6 +137,8 @@ def _complete(rope: Mapping[str, Any], values: HFConfig) -> dict[str, Any]:
     rope = {**rope, "rope_type": _SYNONYMS.get(rope_type, rope_type)}
     if _ORIGINAL_LENGTH in SCALINGS.get(rope["rope_type"], ()):
         rope[_ORIGINAL_LENGTH] = rope.get(_ORIGINAL_LENGTH) or values.get("max_position_embeddings")
+    if rope["rope_type"] == "proportional":
+        rope.setdefault(_PARTIAL, 1.0)
     rope.pop("type", None)
     return _without_null(rope)
 
@@ -148,7 +150,9 @@ def unsupported_rope(values: HFConfig, family: Family) -> str | None:
     except ConfigError:
         return None  # `read_rope` reports it
     if "rope_type" not in rope:
-        if not family.has_local_rope or rope.keys() != {FULL, SLIDING} or rope[SLIDING]["rope_type"] != "default":
+        local = rope.get(SLIDING, {})
+        is_usual = local.get("rope_type") == "default" and local.get(_PARTIAL, 1) == 1
+        if not family.has_local_rope or rope.keys() != {FULL, SLIDING} or not is_usual:
             return "such rope_parameters for each layer type"
         rope = rope[FULL]
     if rope["rope_type"] != "default" and rope["rope_type"] not in SCALINGS:

@@ -160,14 +160,17 @@ def kv_b_mappings(config: ModelConfig) -> list[WeightMapping]:
 def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     """A tensor's name with the prefix that `weight_mappings` has.
 
-    None for tensors that aren't parameters: masks and rotary frequencies in old files, and the copy of a tied head.
+    None for tensors that aren't parameters: masks and rotary frequencies in old files, the copy of a tied head, and the
+    key and value projections of layers that share those of others.
     """
     family = family_of(config)
     if name.endswith(family.ignored_suffixes) or name.startswith(family.ignored_prefixes):
         return None
-    layer = re.match(rf"{family.prefix}{family.layers}\.(\d{{1,9}})\.", name) if family.has_mtp_layers else None
-    if layer is not None and int(layer[1]) >= config.num_hidden_layers:
-        return None
+    layer = re.match(rf"{family.prefix}{family.layers}\.(\d{{1,9}})\.(self_attn\.[kv]_)?", name)
+    if layer is not None:
+        is_mtp = family.has_mtp_layers and int(layer[1]) >= config.num_hidden_layers
+        if is_mtp or (layer[2] and config.num_kv_shared_layers and config.shares_kv(int(layer[1]))):
+            return None
     if family.head != "lm_head" and name.startswith("lm_head."):
         name = family.head + name.removeprefix("lm_head")
     if config.tie_word_embeddings and name.rpartition(".")[0] in (family.head, _mlx_lm_name(family, family.head)):
@@ -188,7 +191,7 @@ def is_mlx_layout(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> b
         shapes: Shape of each tensor, by its name in the file. A convolution's is `[C, taps, 1]` in MLX.
     """
     own_names = bool(family_of(config).mlx_lm_prefixes)
-    stacks = re.compile(r"\.(switch_mlp|experts)\.(gate|up|down)_proj\.")
+    stacks = re.compile(r"\.(switch_mlp|switch_glu|experts)\.(gate|up|down)_proj\.")
     return any(
         stacks.search(name)
         or (own_names and name.startswith("model."))

@@ -6,17 +6,19 @@ With gradient checkpointing, the gradient recomputes the activations of a layer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
+from mlxlm.kernels import with_fused_gradients
 from mlxlm.model.attention import Attention, KeysAndValues
 from mlxlm.model.experts import MixtureOfExperts
-from mlxlm.model.feed_forward import FeedForward
+from mlxlm.model.feed_forward import FeedForward, gated_activation
 from mlxlm.model.gated_delta import GatedDeltaNet
 from mlxlm.model.latent_attention import LatentAttention
+from mlxlm.model.linear import Linear
 from mlxlm.model.mamba2 import Mamba2
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.model.short_conv import ShortConv
@@ -73,7 +75,18 @@ class Block(nn.Module):
             setattr(self, name, make_norm(config))
         self.mixer_name, mixer = MIXERS[config.mixer(layer)]
         self[self.mixer_name] = mixer(config, layer)
-        self.mlp = MLPS[config.mlp(layer)](config) if config.has_mlp(layer) else None
+        self.mlp: Any = MLPS[config.mlp(layer)](config, layer) if config.has_mlp(layer) else None
+        if config.enable_moe_block:
+            self.experts = MixtureOfExperts(config)
+            for name in _EXPERT_NORMS:
+                setattr(self, name, make_norm(config))
+        if config.hidden_size_per_layer_input is not None:
+            self.activation = gated_activation(config.hidden_act)
+            self.per_layer_input_gate = Linear(config.hidden_size, config.hidden_size_per_layer_input, bias=False)
+            self.per_layer_projection = Linear(config.hidden_size_per_layer_input, config.hidden_size, bias=False)
+            self.post_per_layer_input_norm = make_norm(config)
+        if config.layer_scalar:
+            self.layer_scalar = mx.ones(1)
         self.dropout = Dropout(dropout)
         self.process_group: ProcessGroup | None = None  # see `Decoder.split`
 
@@ -95,7 +108,12 @@ class Block(nn.Module):
             self.mlp.unfuse()
 
     def __call__(
-        self, residual: mx.array, hidden_states: mx.array | None, cache: Any = None, segment_ids: mx.array | None = None
+        self,
+        residual: mx.array,
+        hidden_states: mx.array | None,
+        cache: Any = None,
+        segment_ids: mx.array | None = None,
+        per_layer_input: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """Apply the layer.
 
@@ -105,31 +123,58 @@ class Block(nn.Module):
                 post-norm.
             cache: The layer's cache, see `layer_caches`.
             segment_ids: See `Attention`.
+            per_layer_input: The layer's entry of `Backbone.per_layer_inputs`.
 
         Returns:
-            The residual, and this layer's output, which is yet to be added. None with post-norm, which adds it.
+            The residual, and this layer's output, which is yet to be added. None if it was, as with post-norm.
         """
+        residual, hidden_states = self._apply_sublayers(residual, hidden_states, cache, segment_ids)
+        if per_layer_input is not None:
+            residual, x = add_norm(None, residual, hidden_states)
+            activation = with_fused_gradients(self.activation) if self.training else self.activation
+            x = self.per_layer_projection(activation(self.per_layer_input_gate(x), per_layer_input))
+            hidden_states = self.dropout(self.post_per_layer_input_norm(x))
+        if "layer_scalar" in self:
+            return add_norm(None, residual, hidden_states)[0] * self.layer_scalar, None
+        return residual, hidden_states
+
+    def _apply_sublayers(
+        self, residual: mx.array, hidden_states: mx.array | None, cache: Any, segment_ids: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
         norms = self.norms
         if norms.after_addition:  # Vaswani et al. 2017, section 3.1
-            hidden_states = self._sublayer_output(self.mixer(residual, cache, segment_ids))
+            hidden_states = self._output(self._sum(self.mixer(residual, cache, segment_ids)))
             residual = add_norm(self[norms.attention_output], residual, hidden_states)[1]
             if self.mlp is None:
                 return residual, None
-            return add_norm(self[norms.mlp_output], residual, self._sublayer_output(self.mlp(residual)))[1], None
+            return add_norm(self[norms.mlp_output], residual, self._mlp_output(residual, residual))[1], None
         residual, x = add_norm(self.get(norms.attention_input), residual, hidden_states)
-        hidden_states = self._sublayer_output(self.mixer(x, cache, segment_ids), norms.attention_output)
+        hidden_states = self._output(self._sum(self.mixer(x, cache, segment_ids)), norms.attention_output)
         if self.mlp is None:
             return residual, hidden_states
         if self.parallel:
             x = x if norms.mlp_input is None else self[norms.mlp_input](residual)
-            return residual, hidden_states + self._sublayer_output(self.mlp(x), norms.mlp_output)
+            return residual, hidden_states + self._mlp_output(x, residual, norms.mlp_output)
         residual, x = add_norm(self.get(norms.mlp_input), residual, hidden_states)
-        return residual, self._sublayer_output(self.mlp(x), norms.mlp_output)
+        return residual, self._mlp_output(x, residual, norms.mlp_output)
 
-    def _sublayer_output(self, hidden_states: mx.array, norm: str | None = None) -> mx.array:
-        """Apply the norm of a sublayer's output, if there is one, the residual multiplier and dropout."""
+    def _mlp_output(self, x: mx.array, residual: mx.array, norm: str | None = None) -> mx.array:
+        """The output of the feed-forward, which reads `x`, and of experts beside it, which read the residual."""
+        if "experts" not in self:
+            return self._output(self._sum(self.mlp(x)), norm)
+        experts_norm, *output_norms = (self[name] for name in _EXPERT_NORMS)
+        parts = [self.mlp(x), self.experts(experts_norm(residual), residual)]
         if self.process_group is not None:
-            hidden_states = self.process_group.all_sum(hidden_states)
+            parts = [*self._sum(mx.stack(parts))]
+        mlp, experts = (own(part) for own, part in zip(output_norms, parts, strict=True))
+        return self._output(mlp + experts, norm)
+
+    def _sum(self, hidden_states: mx.array) -> mx.array:
+        """Add up the parts of a sublayer's output that the processes have."""
+        return hidden_states if self.process_group is None else self.process_group.all_sum(hidden_states)
+
+    def _output(self, hidden_states: mx.array, norm: str | None = None) -> mx.array:
+        """Apply the norm of a sublayer's output, if there is one, the residual multiplier and dropout."""
         hidden_states = hidden_states if norm is None else self[norm](hidden_states)
         return self.dropout(hidden_states if self.multiplier == 1 else hidden_states * self.multiplier)
 
@@ -156,6 +201,7 @@ def checkpointed_layer(
     hidden_states: mx.array | None,
     cache: KeysAndValues | None,
     segment_ids: mx.array | None,
+    per_layer_input: mx.array | None,
 ) -> tuple[mx.array, mx.array | None]:
     """Apply a layer, keeping only its inputs and outputs for the gradient.
 
@@ -166,17 +212,18 @@ def checkpointed_layer(
     names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
     writes = cache is not None and not layer.mixer.shares_kv
     keys, values = (None, None) if cache is None or writes else cache.fetch()
-    inputs = (residual, hidden_states, keys, values, segment_ids, key)
-    count = len(names) + sum(x is not None for x in inputs[:4])  # arrays with a gradient
+    inputs = (residual, hidden_states, per_layer_input, keys, values, segment_ids, key)
+    count = len(names) + sum(x is not None for x in inputs[:5])  # arrays with a gradient
 
     def forward(*arrays: mx.array) -> tuple[mx.array, ...]:
         rest = iter(arrays[len(names) :])
-        own_residual, own_hidden_states, *own_kv, ids, own_key = (None if x is None else next(rest) for x in inputs)
+        own = [None if x is None else next(rest) for x in inputs]
+        own_residual, own_hidden_states, own_input, *own_kv, ids, own_key = own
         own_cache = KeysAndValues(*own_kv)
         before = layer.trainable_parameters()
         layer.update(tree_unflatten(list(zip(names, arrays, strict=False))))
         layer.dropout.set_key(own_key)
-        out = layer(own_residual, own_hidden_states, own_cache if cache else None, ids)
+        out = layer(own_residual, own_hidden_states, own_cache if cache else None, ids, own_input)
         layer.dropout.set_key(None)
         layer.update(before)
         return tuple(x for x in (*out, *(own_cache.fetch() if writes else ())) if x is not None)
@@ -208,4 +255,9 @@ MIXERS = {
     "gated_delta": ("linear_attn", GatedDeltaNet),
     "mamba2": ("mamba", Mamba2),
 }
-MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}
+MLPS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
+    "mlp": lambda config, layer: FeedForward(config, config.mlp_width(layer)),
+    "experts": lambda config, layer: MixtureOfExperts(config),
+}
+# Of experts beside a feed-forward: of the experts' input, of the feed-forward's output, and of the experts' output.
+_EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")

@@ -103,6 +103,12 @@ class Backbone(nn.Module):
             self.embed_positions = SinusoidalPositions(self.longest + self.position_offset, config.hidden_size)
         if config.embedding_norm:
             self.embed_layernorm = make_norm(config)
+        if config.hidden_size_per_layer_input is not None:
+            width, rows = config.per_layer_width, config.vocab_size_per_layer_input or config.vocab_size
+            self.per_layer_size = config.hidden_size_per_layer_input
+            self.embed_tokens_per_layer = Embedding(rows, width)
+            self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
+            self.per_layer_projection_norm = make_norm(config, self.per_layer_size)
         self.layers = [Block(config, i, dropout) for i in range(layers)]
         self._kv_layers = config.kv_layers[:layers]
         if not config.layer_norms.after_addition:  # there the last layer's output is a norm's
@@ -133,6 +139,19 @@ class Backbone(nn.Module):
             residual = residual + self.embed_positions(positions + self.position_offset).astype(residual.dtype)
         return self.dropout(self.embed_layernorm(residual) if "embed_layernorm" in self else residual)
 
+    def per_layer_inputs(self, tokens: mx.array, residual: mx.array) -> list[mx.array] | None:
+        """Return what each layer gets of each token, `[B, T, P]`, or None if layers get nothing.
+
+        A row of an embedding and a normalized projection of `residual`, the result of `embed`, with the same weight.
+        """
+        if "embed_tokens_per_layer" not in self:
+            return None
+        shape = (*tokens.shape, -1, self.per_layer_size)
+        looked_up = (self.embed_tokens_per_layer(tokens) * self.per_layer_size**0.5).reshape(shape)
+        projected = (self.per_layer_model_projection(residual) * residual.shape[-1] ** -0.5).reshape(shape)
+        inputs = (self.per_layer_projection_norm(projected) + looked_up) * 0.5**0.5
+        return [x.squeeze(-2) for x in mx.split(inputs, inputs.shape[-2], axis=-2)]
+
     def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Return the hidden states `[B, T, hidden]` after the final norm. See `Decoder` for the arguments."""
         [last_state] = deque(self.layer_states(tokens, cache, segment_ids), maxlen=1)
@@ -147,10 +166,11 @@ class Backbone(nn.Module):
         offset = next((one.offset for one in cache or () if hasattr(one, "offset")), 0)  # recurrent layers have none
         residual, hidden_states = self.embed(tokens, offset, segment_ids), None
         yield residual, hidden_states
+        inputs = self.per_layer_inputs(tokens, residual) or [None] * len(self.layers)
         checkpointed = self.grad_checkpoint and self.training and not cache
-        for layer, layer_cache in zip(self.layers, layer_caches(self._kv_layers, cache), strict=True):
+        for layer, *own in zip(self.layers, layer_caches(self._kv_layers, cache), inputs, strict=True):
             apply = partial(checkpointed_layer, layer) if checkpointed else layer
-            residual, hidden_states = apply(residual, hidden_states, layer_cache, segment_ids)
+            residual, hidden_states = apply(residual, hidden_states, own[0], segment_ids, own[1])
             yield residual, hidden_states
 
     def final_norm(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import with_fused_gradients
+from mlxlm.kernels import rms_norm, with_fused_gradients
 from mlxlm.kernels.eval_points import eval_point
 from mlxlm.model.feed_forward import FeedForward, make_activation
 from mlxlm.model.linear import Linear, QuantizedMatrices
@@ -238,6 +238,9 @@ class MixtureOfExperts(nn.Module):
         self.router_aux_loss = self.router_z_loss = 0.0
         self._counts: mx.array | None = None  # see `expert_load`
         self.gate, self.switch_mlp = Router(config), SwitchMLP(config)
+        if config.enable_moe_block:
+            self.eps, self.router_scale = float(config.rms_norm_eps), mx.ones(config.hidden_size)
+            self.per_expert_scale = mx.ones(self.num_experts)
         if config.shared_expert_intermediate_size is not None:
             self.shared_expert = FeedForward(config, config.shared_expert_intermediate_size)
         if config.shared_expert_gate:
@@ -253,10 +256,18 @@ class MixtureOfExperts(nn.Module):
         if "shared_expert" in self:
             self.shared_expert.unfuse()
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the experts to `x` `[B, T, hidden]`, or `[B, hidden]` in a decoding step."""
+    def __call__(self, x: mx.array, router_input: mx.array | None = None) -> mx.array:
+        """Apply the experts.
+
+        Args:
+            x: `[B, T, hidden]`, or `[B, hidden]` in a decoding step.
+            router_input: What the router normalizes and reads, with `enable_moe_block`. Others read `x`.
+        """
         tokens = x.reshape(-1, x.shape[-1])
-        logits = self.gate(tokens).astype(mx.float32)
+        read = tokens
+        if router_input is not None:
+            read = rms_norm(router_input, self.router_scale * x.shape[-1] ** -0.5, self.eps).reshape(tokens.shape)
+        logits = self.gate(read).astype(mx.float32)
         scores = mx.softmax(logits, axis=-1) if self.router == "softmax" else mx.sigmoid(logits)
         chosen = mx.stop_gradient(self.choose(scores))
         if self._counts is not None:
@@ -264,6 +275,8 @@ class MixtureOfExperts(nn.Module):
         weights = mx.take_along_axis(scores, chosen, axis=-1)
         if self.normalized:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        if "per_expert_scale" in self:
+            weights = weights * self.per_expert_scale[chosen]
         weights = (weights * self.scale)[:, None].astype(tokens.dtype)
         if self.router == "input_sigmoid":
             pairs = (weights.swapaxes(1, 2) * tokens[:, None]).reshape(-1, tokens.shape[1])
@@ -307,6 +320,12 @@ def expert_counts(chosen: mx.array, num_experts: int) -> mx.array:
     return mx.zeros(num_experts, mx.int32).at[chosen.flatten()].add(1)
 
 
+def mixtures_of(layers: Iterable[nn.Module]) -> list[MixtureOfExperts]:
+    """The mixtures of experts of some layers."""
+    modules = [module for layer in layers for module in (layer.mlp, layer.get("experts"))]
+    return [module for module in modules if isinstance(module, MixtureOfExperts)]
+
+
 def _relative_maximum(counts: mx.array) -> float:
     return (counts.max() / counts.mean()).item()
 
@@ -319,7 +338,7 @@ def expert_load(layers: Iterable[nn.Module]) -> Iterator[Callable[[], float | No
         A function that returns the tokens of the busiest expert of any of the `layers`, relative to the mean of its
         layer: 1 if all are as busy. None without experts.
     """
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureOfExperts)]
+    mixtures = mixtures_of(layers)
     for mixture in mixtures:
         mixture._counts = mx.zeros(mixture.num_experts, mx.int32)
     try:

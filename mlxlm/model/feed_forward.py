@@ -25,23 +25,22 @@ def make_activation(config: ModelConfig) -> Callable[..., mx.array]:
     """The activation: a function of up, or with a gate a function of gate and up, act(gate) · up."""
     if config.swiglu_limit is not None:
         return clamped_swiglu(config.swiglu_alpha, config.swiglu_limit)
-    activation = ACTIVATIONS[config.hidden_act]
-    if not config.mlp_gated:
-        return activation
-    return swiglu if activation is nn.silu else _gated(activation)
+    return gated_activation(config.hidden_act) if config.mlp_gated else ACTIVATIONS[config.hidden_act]
 
 
 @cache
-def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
-    return lambda gate, up: activation(gate) * up
+def gated_activation(name: str) -> Callable[..., mx.array]:
+    """The function of gate and up, act(gate) · up."""
+    activation = ACTIVATIONS[name]
+    return swiglu if activation is nn.silu else lambda gate, up: activation(gate) * up
 
 
 class FeedForward(FusedProjections):
     """Feed-forward: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
-    def __init__(self, config: ModelConfig, intermediate_size: int | None = None):
+    def __init__(self, config: ModelConfig, intermediate_size: int):
         super().__init__()
-        h, inner, bias = config.hidden_size, intermediate_size or config.intermediate_size, config.mlp_bias
+        h, inner, bias = config.hidden_size, intermediate_size, config.mlp_bias
         self.gated, self.activation = config.mlp_gated, make_activation(config)
         if self.gated:
             self.gate_proj = Linear(h, inner, bias=bias)

@@ -78,11 +78,12 @@ class LayerNormPerHead(nn.Module):
 Norm = RMSNorm | LayerNorm
 
 
-def make_norm(config: ModelConfig) -> Norm:
-    """Make a norm of the hidden size."""
+def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
+    """Make a norm of `size` values, by default the hidden size."""
+    size = size or config.hidden_size
     if config.norm != "rms":
-        return LayerNorm(config.hidden_size, config.rms_norm_eps, NORMS[config.norm].vectors)
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
+        return LayerNorm(size, config.rms_norm_eps, NORMS[config.norm].vectors)
+    return RMSNorm(size, config.rms_norm_eps, config.norm_unit_offset)
 
 
 def make_qk_norm(config: ModelConfig, heads: int, size: int) -> nn.Module:

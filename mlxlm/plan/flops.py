@@ -11,6 +11,7 @@ from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
 _LENGTHS = tuple(1 << n for n in range(9, 18))
+_OUTSIDE_LAYERS = ("head", "per_layer_projection")
 ATTENTION_PARTS = ("scores", "scores_values")  # grow with the square of the sequence length
 
 
@@ -80,7 +81,7 @@ def count_training_flops(config: ModelConfig, training: Training, num_devices: i
     return Flops(
         forward=forward,
         causal=sum(causal[part] for part in ATTENTION_PARTS),
-        recomputed=sum(forward.values()) - forward["head"] if training.grad_checkpoint else 0.0,
+        recomputed=sum(n for name, n in forward.items() if name not in _OUTSIDE_LAYERS) * training.grad_checkpoint,
         rule_of_thumb=textbook.training_flops(config.active_parameter_count(), 1, training.grad_checkpoint),
         tokens_per_step=training.tokens_per_step * num_devices,
         computed_fraction=training.keys_computed(config) * config.num_hidden_layers / sum(keys),

@@ -107,7 +107,7 @@ class InferenceMemory:
         cache: The key-value cache and the recurrent states of all sequences.
         cache_per_token: Keys and values of one token.
         caches: The cache with other kinds of attention, by name, the model's own among them.
-        bytes_per_step: What a decoding step reads: the cache, and the weights without an embedding that isn't the head.
+        bytes_per_step: What a decoding step reads: the cache, and the weights without embeddings that aren't the head.
         sent_per_token: What a machine sends to the others for each token.
     """
 
@@ -135,7 +135,9 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
     config = config if serving.num_hosts == 1 else split_config(config, serving.num_hosts)
     weights = weight_bytes(config, serving)
     cache, count = cache_bytes(config, serving), config.parameter_count()
-    unread = 0 if config.tie_word_embeddings else count_parameters(config)["embedding"]
+    parameters = count_parameters(config)
+    unread = parameters.get("per_layer_embedding", 0)
+    unread += 0 if config.tie_word_embeddings else parameters["embedding"]
     for sublayer, layers in sublayers(config):
         for matrix in sublayer.matrices:  # the experts that none of the sequences goes to, if all are as likely
             missed = (1 - matrix.experts_per_token / matrix.experts) ** serving.num_sequences
@@ -184,6 +186,9 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     yield "model.embed_tokens", hidden, parameters["embedding"]
     if parameters["positions"]:
         yield "model.embed_positions", hidden, parameters["positions"]
+    if config.hidden_size_per_layer_input:
+        yield "model.embed_tokens_per_layer", config.per_layer_width, parameters["per_layer_embedding"]
+        yield "model.per_layer_model_projection", hidden, parameters["per_layer_projection"]
     if parameters["head"]:
         yield "lm_head", hidden, parameters["head"]
     for layer, kind in enumerate(config.layer_sublayers):
@@ -206,7 +211,7 @@ def _kv_bytes(config: ModelConfig, serving: Serving) -> int:
     values = sum(kv_cache_values(config, serving.context_length)) * serving.num_sequences
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
-    dims = {dim for mixer, _ in config.layer_sublayers for dim in mixer.kv_dims}
+    dims = {dim for mixer, *_ in config.layer_sublayers for dim in mixer.kv_dims}
     group = next((size for size in (64, 32) if all(dim % size == 0 for dim in dims)), None)
     if group is None:
         sizes = " and ".join(str(dim) for dim in sorted(dims))

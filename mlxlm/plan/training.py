@@ -148,7 +148,7 @@ def _case(config: ModelConfig, training: Training) -> Case:
     used = {"softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
     used["sinks"] = config.attention_sinks or None
     features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
-    layers = [i for i, (mixer, _) in enumerate(config.layer_sublayers) if any(mixer.score_flops)]
+    layers = [i for i, (mixer, *_) in enumerate(config.layer_sublayers) if any(mixer.score_flops)]
     layer = min(layers, key=lambda i: config.window(i) is not None)
     head_dim, window = config.layer_head_dim(layer), config.window(layer)
     sizes = head_dim, config.num_attention_heads, config.layer_kv_heads(layer), length, length

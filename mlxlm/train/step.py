@@ -17,7 +17,7 @@ from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.data import Batch
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
-from mlxlm.model.experts import MixtureOfExperts
+from mlxlm.model.experts import mixtures_of
 from mlxlm.train.cpu_data_parallel import CPUDataParallel
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
@@ -85,7 +85,7 @@ class TrainStep:
         self._dtype = getattr(mx, settings.dtype)
         self.micro_batches = 1
         model.model.grad_checkpoint = settings.grad_checkpoint
-        for experts in (layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)):
+        for experts in mixtures_of(model.layers):
             experts.router_aux_loss, experts.router_z_loss = settings.router_aux_loss, settings.router_z_loss
         self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())

@@ -34,6 +34,11 @@ KINDS = {
                 "mlp_layer_types": ["dense", "sparse"]},
     "sinks and gates": {**EXPERTS, "attention_sinks": True, "attn_output_gate": True, "mlp_bias": True,
                         "router_bias": True, "swiglu_limit": 7.0},
+    "per-layer inputs": {
+        "hidden_size_per_layer_input": 16, "layer_scalar": True, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True, "value_norm": True, "qk_norm": "head",
+    },
+    "experts beside a feed-forward": {**EXPERTS, "enable_moe_block": True, "norm_placement": "both"},
     "norms over all heads": {"qk_norm": "projection"},
     "norms of each head": {"qk_norm": "layer_per_head"},
     "scaled inputs of experts": {**EXPERTS, "router": "input_sigmoid", "shared_expert_intermediate_size": 32},

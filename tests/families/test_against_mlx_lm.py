@@ -77,6 +77,10 @@ MIXTURES = {
     "minimax_m2": {"num_local_experts": 4, "rotary_dim": 8, "tie_word_embeddings": False},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
+GEMMA4 = {
+    **SIZES, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 32,
+    "vocab_size_per_layer_input": 97,
+}  # fmt: skip
 LATENT = {
     **SIZES, **EXPERTS, **MIXTURES["glm4_moe"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 64,
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64, "first_k_dense_replace": 1,
@@ -121,6 +125,24 @@ FAMILIES = {
     "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
     "qwen3_5_text": {**SIZES, **LINEAR, "tie_word_embeddings": True},
     "glm4_moe_lite": LATENT,
+    "gemma4_text": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma4 with experts": {
+        **GEMMA4,
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
 }

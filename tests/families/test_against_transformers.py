@@ -89,6 +89,18 @@ LLAMA4 = {
     "num_local_experts": 6,
 }  # fmt: skip
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}
+GEMMA4 = {
+    **WINDOWS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "global_head_dim": 16, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_E2B = {
+    **GEMMA4, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+}  # fmt: skip
+GEMMA4_31B = {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_26B = {
+    **GEMMA4_31B, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20,
+}  # fmt: skip
 
 CASES = {
     "llama": ("llama", LLAMA),
@@ -156,6 +168,9 @@ CASES = {
     "smollm3": ("smollm3", {**LLAMA, "num_hidden_layers": 4}),
     "gemma3": ("gemma3_text", WINDOWS | {"num_hidden_layers": 6, "rope_parameters": TWO_ROPES}),
     "gemma3 without windows": ("gemma3_text", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
+    "gemma4 E2B": ("gemma4_text", GEMMA4_E2B),
+    "gemma4 31B": ("gemma4_text", GEMMA4_31B),
+    "gemma4 26B-A4B": ("gemma4_text", GEMMA4_26B),
     "olmo": ("olmo", {**LLAMA, "clip_qkv": 0.4}),
     "olmo3": ("olmo3", WINDOWS),
     "olmo3 yarn": ("olmo3", {**WINDOWS, "rope_parameters": {**TWO_ROPES, "full_attention": YARN}}),
@@ -427,7 +442,7 @@ def test_logits(case):
 
 # One of each family, and those whose positions depend on the length of the text.
 DISTINCT = list({family: name for name, (family, _) in reversed(CASES.items())}.values())
-DISTINCT += ["llama dynamic", "phi3 longrope, long", "opt 350m", "falcon rw"]
+DISTINCT += ["gemma4 31B", "gemma4 26B-A4B", "llama dynamic", "phi3 longrope, long", "opt 350m", "falcon rw"]
 distinct_cases = pytest.mark.parametrize("case", DISTINCT, indirect=True)
 
 
@@ -520,14 +535,14 @@ def test_counts_are_those_of_the_arrays(case):
     _, model, config, _ = case
     arrays = dict(tree_flatten(model.parameters()))
     assert config.parameter_count() == sum(value.size for value in arrays.values())
-    tables = ("embed_tokens.weight", "embed_positions.weight")
+    tables = ("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight")
     stacks = {name for name, value in arrays.items() if "switch_mlp" in name and value.ndim == 3}
     others = {*stacks, *(name for name in arrays if name.endswith((*tables, ".bias")))}
     matrices = [value.size for name, value in arrays.items() if value.ndim > 1 and name not in others]
     experts = [arrays[name].size // len(arrays[name]) for name in stacks]
     matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
-    state = sum(mixer.state_flops for mixer, _ in config.layer_sublayers)
+    state = sum(mixer.state_flops for mixer, *_ in config.layer_sublayers)
     assert config.flops_per_token(0) == 2 * (sum(matrices) + head) + state
     cache = make_cache(model)
     model(mx.array(TOKENS[:1]), cache)

@@ -47,10 +47,17 @@ MODELS = {
         "hidden_act": "gelu_pytorch_tanh", "embedding_multiplier": 8.0, "query_pre_attn_scalar": 24.0,
     },
     "gemma 4": {
-        "num_hidden_layers": 6, "layer_types": ("sliding_attention", "full_attention") * 3, "sliding_window": 9,
-        "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
-        "value_norm": True, "num_kv_shared_layers": 3, "qk_norm": "head", "query_pre_attn_scalar": 1.0,
+        "num_hidden_layers": 4, "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention") * 2,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16, "layer_scalar": True,
+        "global_head_dim": 64, "value_norm": True, "qk_norm": "head", "norm_placement": "both",
+        "hidden_act": "gelu_pytorch_tanh", "embedding_multiplier": 8.0, "query_pre_attn_scalar": 24.0,
         "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25}, "rope_local_base_freq": 50.0,
+    },
+    "gemma 4 with experts": {
+        "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"), "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "global_head_dim": 64, "value_norm": True, "qk_norm": "head",
+        "norm_placement": "both", "enable_moe_block": True, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
     },
     "gpt-oss": {
         "attention_sinks": True, "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"),

@@ -28,7 +28,7 @@ def with_weights(config, seed=0):
     weights = {}
     for name, value in tree_flatten(model.parameters()):
         spread = 0.3 if value.ndim == 1 else value.shape[-1] ** -0.5
-        centre = 0.8 if value.ndim == 1 and name.endswith("weight") else 0.0
+        centre = 0.8 if value.ndim == 1 and name.endswith(("weight", "layer_scalar")) else 0.0
         weights[name] = rng.normal(centre, spread, value.shape).astype(np.float32)
     model.load_weights([(name, mx.array(value)) for name, value in weights.items()])
     model.eval()

@@ -24,6 +24,7 @@ KINDS = {
     "biased": {"mlp_bias": True},
     "shared": {"shared_expert_intermediate_size": 8, "shared_expert_gate": True},
     "sigmoid": {"router": "sigmoid", "routed_scaling_factor": 1.5, "shared_expert_intermediate_size": 8},
+    "scaled": {"enable_moe_block": True, "rms_norm_eps": 0.1},
     "groups": {"router": "sigmoid", "num_experts": 6, "n_group": 3, "topk_group": 2},
 }
 
@@ -36,10 +37,23 @@ def make(kind):
     return config, model
 
 
+def router_input(x):
+    return 3 * x[..., ::-1]
+
+
+def call(model, x):
+    return model(x, router_input(x)) if "router_scale" in model else model(x)
+
+
 def every_expert(model, config, x):
     """The mixture by its definition: all experts for all tokens, and weights that are mostly 0."""
     x = x.reshape(-1, HIDDEN)
-    logits = x @ model.gate.weight.T
+    read = x
+    if config.enable_moe_block:
+        read = router_input(x)
+        size = mx.sqrt(read.square().mean(axis=-1, keepdims=True) + config.rms_norm_eps)
+        read = read / size * model.router_scale / HIDDEN**0.5
+    logits = read @ model.gate.weight.T
     scores = mx.softmax(logits, axis=-1) if config.router == "softmax" else mx.sigmoid(logits)
     preferred = mx.stop_gradient(scores)
     if config.router == "sigmoid":
@@ -56,6 +70,7 @@ def every_expert(model, config, x):
     weights = scores * mx.array(chosen)
     if config.norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
+    weights = weights * model.get("per_expert_scale", 1)
     out = 0
     for expert in range(config.num_experts):
         layers = {}
@@ -81,7 +96,7 @@ def test_outputs_and_gradients(kind, tokens):
     x = mx.random.normal((1, tokens, HIDDEN), key=mx.random.key(1))
     wanted = every_expert(model, config, x)
     model.eval()
-    np.testing.assert_allclose(np.array(model(x))[0], np.array(wanted), atol=2e-5)
+    np.testing.assert_allclose(np.array(call(model, x))[0], np.array(wanted), atol=2e-5)
     model.train()
     factors = mx.random.normal((tokens, HIDDEN), key=mx.random.key(2))
 
@@ -90,7 +105,7 @@ def test_outputs_and_gradients(kind, tokens):
         return (function(x).reshape(-1, HIDDEN) * factors).sum()
 
     gradients = mx.grad(loss, argnums=(0, 1))
-    found = gradients(model.parameters(), x, model)
+    found = gradients(model.parameters(), x, lambda x: call(model, x))
     expected = gradients(model.parameters(), x, lambda x: every_expert(model, config, x))
     for (name, ours), (_, theirs) in zip(tree_flatten(found), tree_flatten(expected), strict=True):
         np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, err_msg=name)

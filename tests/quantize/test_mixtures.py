@@ -195,7 +195,7 @@ def test_an_evaluation_needs_memory(mixtures, tmp_path, texts, monkeypatch):
         quantize(source, tmp_path / "out", eval_text=texts[1])
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "granitemoehybrid"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text"])
 def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     """Every method; mlx_lm reads the results as mlxlm does."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
@@ -237,6 +237,12 @@ SCALED = {
         **_ATTENTION, **_DOWN, **_SHARED_DOWN,
         "post_attention_layernorm": f"mlp.gate {_SWITCH} mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
     },
+    "gemma4_text": {
+        "input_layernorm": "self_attn.q_proj",  # the layer reads the keys and values of another one
+        "pre_feedforward_layernorm": "mlp.gate_proj mlp.up_proj", "mlp.up_proj": "mlp.down_proj",
+        "pre_feedforward_layernorm_2": "experts.switch_mlp.gate_proj experts.switch_mlp.up_proj",
+        "experts.switch_mlp.up_proj": "experts.switch_mlp.down_proj",
+    },
     "lfm2": {
         **_ATTENTION, "post_attention_layernorm": "mlp.gate_proj mlp.up_proj", "mlp.up_proj": "mlp.down_proj",
     },
@@ -270,7 +276,7 @@ def test_awq_finds_what_it_can_scale(kind, mixtures, monkeypatch):
     assert mx.abs(after - output).max() < 1e-4 * mx.abs(output).max()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "lfm2"])
+@pytest.mark.parametrize("kind", ["mixtral", "lfm2", "gemma4_text"])
 def test_awq_reduces_the_divergence(kind, tiny_tokenizer, tmp_path, texts):
     """In models with a few channels larger than the others, as trained ones have them."""
     source = write_mixture(tmp_path / "source", kind, tiny_tokenizer)

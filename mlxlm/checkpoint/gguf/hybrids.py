@@ -140,7 +140,7 @@ def _read_nemotron_h(keys: MetadataReader) -> dict[str, Any]:
 
 def _nemotron_h_metadata(config: ModelConfig) -> dict[str, Any]:
     kv_heads, widths = [], []
-    for layer, (mixer, _) in enumerate(config.layer_sublayers):
+    for layer, (mixer, *_) in enumerate(config.layer_sublayers):
         has_mlp, width = config.has_mlp(layer), config.moe_intermediate_size or config.intermediate_size
         kv_heads += [mixer.kv_heads, *[0] * has_mlp]
         widths += [0, *[width] * has_mlp]

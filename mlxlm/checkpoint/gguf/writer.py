@@ -337,6 +337,6 @@ def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str
     if config.sliding_window:
         values["attention.sliding_window"] = config.sliding_window
     if architecture.recurrent:
-        values["attention.head_count_kv"] = [mixer.kv_heads for mixer, _ in config.layer_sublayers]
+        values["attention.head_count_kv"] = [mixer.kv_heads for mixer, *_ in config.layer_sublayers]
     values |= architecture.metadata(config)
     return {f"{architecture.name}.{short}": value for short, value in values.items()}
