@@ -87,6 +87,8 @@ class Architecture:
         experts: Its models can be mixtures of experts.
         free_head_dim: heads · head_dim need not be the hidden size.
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
+        layer_sizes: Its layers may have different numbers of key-value heads, and widths of their feed-forwards, which
+            `read_fields` reads.
         recurrent: Value of `layer_types` of its recurrent layers. A file has no key-value heads for them, unless
             `read_fields` and `metadata` say otherwise.
         sliding_window: It has layers with sliding windows, or with chunked attention.
@@ -113,6 +115,7 @@ class Architecture:
     experts: bool = False
     free_head_dim: bool = False
     ties_head: bool = True
+    layer_sizes: bool = False
     recurrent: str | None = None
     sliding_window: bool = False
     rope_types: tuple[str, ...] = ROPE_TYPES
@@ -198,11 +201,12 @@ class Architecture:
                     continue
                 interleaved = heads.get(name, 0) if self.interleaved else 0
                 fused_rows = tuple(rows[module] for module in full_names) if len(modules) > 1 else ()
+                stacked = len(modules) > 1 and ".switch_mlp." in full_names[0]
                 groups = getattr(config, self.groups[name]) if name in self.groups else 1
                 mappings.append(
                     WeightMapping(
                         f"blk.{file_layer}.{name}", full_names, fused_rows, groups, interleaved=interleaved,
-                        rotary_dims=config.rotary_dims(), head_vectors=norm_heads.get(name, 0),
+                        rotary_dims=config.rotary_dims(), head_vectors=norm_heads.get(name, 0), stacked=stacked,
                     )
                 )  # fmt: skip
         return mappings

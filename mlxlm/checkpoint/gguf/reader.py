@@ -45,7 +45,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
     infos = {
         name: info
         for name, info in header.tensors.items()
-        if name not in ROPE_TENSORS and not _predicts_more_tokens(name, keys, config)
+        if name not in ROPE_TENSORS and not _is_unused(name, keys, config)
     }
     mappings = architecture.weight_mappings(config)
 
@@ -75,10 +75,18 @@ def open_gguf(path: Path | str) -> Checkpoint:
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)
 
 
-def _predicts_more_tokens(name: str, keys: MetadataReader, config: ModelConfig) -> bool:
-    """Whether a tensor belongs to the layers after the last one, which predict several tokens and aren't used."""
-    layer = name.removeprefix("blk.").partition(".")[0]
-    return keys.has(_MTP_LAYERS) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
+def _is_unused(name: str, keys: MetadataReader, config: ModelConfig) -> bool:
+    """Whether a tensor isn't used.
+
+    It belongs to the layers after the last one, which predict several tokens, or to keys and values of a layer that
+    shares those of another one.
+    """
+    layer, _, tensor = name.removeprefix("blk.").partition(".")
+    if not layer.isdecimal():
+        return False
+    shares_kv = config.num_kv_shared_layers > 0 and config.shares_kv(int(layer))
+    is_mtp = keys.has(_MTP_LAYERS) and int(layer) >= config.num_hidden_layers
+    return is_mtp or (shares_kv and tensor.startswith(("attn_k", "attn_v")))
 
 
 def _join_parts(header: Header) -> Header:
@@ -126,16 +134,17 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     layers, mtp_layers = keys.count("block_count"), keys.count(_MTP_LAYERS, 0)
     kv_heads = keys.counts(_KV_HEADS, layers) if keys.has(_KV_HEADS) else [heads] * layers
     recurrent = architecture.recurrent
-    differ = any(n != max(kv_heads) and not (n == 0 and recurrent) for n in kv_heads)
+    differ = any(n != max(kv_heads) and not (n == 0 and recurrent) for n in kv_heads) and not architecture.layer_sizes
     keys.check(not differ, f"{keys.architecture}.{_KV_HEADS} differs between the layers")
     expert_width, own_layers = keys.count("expert_feed_forward_length", 0) or None, bool(architecture.mlp_layer)
+    widths_differ = own_layers or architecture.layer_sizes
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
         **{name: keys.count(key) for key, name in SIZES.items() if key not in (_KV_HEADS, _WIDTH)},
         "num_hidden_layers": layers - mtp_layers,
         "num_key_value_heads": max(kv_heads),
         # Not in all files without dense layers.
-        "intermediate_size": max(keys.counts(_WIDTH, layers)) if own_layers else keys.count(_WIDTH, expert_width),
+        "intermediate_size": max(keys.counts(_WIDTH, layers)) if widths_differ else keys.count(_WIDTH, expert_width),
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),

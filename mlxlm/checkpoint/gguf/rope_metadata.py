@@ -18,7 +18,7 @@ from mlxlm.checkpoint.gguf.header import MetadataReader, shortest_decimal
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.config import ModelConfig
-from mlxlm.config.rope_scaling import attention_factor, scaled_wavelengths, unscaled_wavelengths
+from mlxlm.config.rope_scaling import NOT_ROTATED, attention_factor, scaled_wavelengths, unscaled_wavelengths
 
 _LLAMA3_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -43,6 +43,8 @@ def rope_problems(config: ModelConfig, architecture: Architecture) -> Iterator[s
         yield f"rope_type is {kind!r}, it supports {', '.join(supported)}"
     if kind == "longrope" and "factor" in scaling:
         yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
+    if kind == "proportional" and scaling.get("factor", 1) != 1:
+        yield "rope_scaling has a factor"
     if kind == "llama3" and not any(bounds.items() <= scaling.items() for bounds in _LLAMA3_BOUNDS):
         yield "its low_freq_factor must be 1 and its high_freq_factor 4 or 1, since GGUF does not store them"
     if kind == "yarn" and scaling.get("truncate", True) != yarn_truncate:
@@ -84,7 +86,10 @@ def rope_tensors(config: ModelConfig) -> dict[str, LazyTensor]:
     """The frequency tables of a configuration, by tensor name."""
     scaling, kind = config.rope_scaling or {}, rope_type(config)
     tables = {}
-    if kind == "llama3":
+    if kind == "proportional":
+        dims = config.global_head_dim or config.head_dim
+        tables = {_LLAMA3_FACTORS: _proportional_factors(scaling["partial_rotary_factor"], dims)}
+    elif kind == "llama3":
         tables = {_LLAMA3_FACTORS: llama3_factors(scaling, config.rope_theta, config.head_dim)}
     elif kind == "longrope":
         tables = {_LONG_FACTORS: scaling["long_factor"], _SHORT_FACTORS: scaling["short_factor"]}
@@ -133,6 +138,9 @@ def _read_llama3(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
     factors = _read_factors(keys, _LLAMA3_FACTORS)
     if (factors == 1).all():
         return None
+    share = float((factors == 1).mean())
+    if (factors == _proportional_factors(share, 2 * len(factors))).all():
+        return {"rope_type": "proportional", "partial_rotary_factor": share}
     stored = keys.count("rope.scaling.original_context_length", 0)
     factor = float(factors.max())
     originals = dict.fromkeys((stored or _LLAMA3_CONTEXT, _LLAMA3_CONTEXT))
@@ -163,6 +171,12 @@ def _read_factors(keys: MetadataReader, name: str) -> np.ndarray:
     if info is None or len(info.shape) != 1 or info.type.name != "F32" or info.shape[0] > _MAX_FREQUENCIES:
         raise keys.error(f"{name} must be an F32 vector")
     return np.array(read_tensor(info).read())
+
+
+def _proportional_factors(share: float, dims: int) -> np.ndarray:
+    """The divisors of "proportional" RoPE, which rotates this share of the pairs of dimensions, float32."""
+    rotated = int(share * dims / 2)
+    return np.array([1.0] * rotated + [NOT_ROTATED] * (dims // 2 - rotated), np.float32)
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, dims: int) -> np.ndarray:

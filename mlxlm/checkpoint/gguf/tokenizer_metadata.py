@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from mlxlm.checkpoint.checkpoint import token_id_list
 from mlxlm.checkpoint.gguf.header import Array, Header, MetadataReader
@@ -30,14 +30,14 @@ Pieces = dict[int, tuple[str, float, int]]  # id -> text, score, type
 
 
 def read_tokenizer(header: Header) -> Tokenizer:
-    """Rebuild the tokenizer of a file: SentencePiece BPE ("llama") or byte-level BPE ("gpt2").
+    """Rebuild the tokenizer of a file: SentencePiece BPE ("llama", "gemma4") or byte-level BPE ("gpt2").
 
     Raises:
         TokenizerError: Names the file and the key; also for other types of tokenizers.
     """
     keys = MetadataReader(header, TokenizerError)
     kind = keys.text("tokenizer.ggml.model", "none")
-    build = {"llama": _from_pieces, "gpt2": _from_merges}.get(kind)
+    build = {"llama": _from_pieces, "gpt2": _from_merges, "gemma4": _from_merged_pieces}.get(kind)
     if build is None:
         raise keys.error(f"tokenizer.ggml.model is {kind!r}, which is not supported", "a model with llama or gpt2")
     tokens = _strings(keys, "tokenizer.ggml.tokens")
@@ -55,31 +55,45 @@ def _from_merges(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     if pre is None:
         problem = f"tokenizer.ggml.pre is {name!r}, which is unknown" if name else "there is no tokenizer.ggml.pre"
         raise keys.error(f"{problem}; without it the ids would be wrong", "the model's tokenizer.json")
-    merges = []
-    for merge in _strings(keys, "tokenizer.ggml.merges"):
-        space = merge.find(" ", 1)
-        if space < 0:
-            raise keys.error(f"tokenizer.ggml.merges has {merge[:40]!r}, which is not a pair")
-        merges.append((merge[:space], merge[space + 1 :]))
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    try:
-        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise keys.error(f"tokenizer.ggml.merges: {error}") from None
-    runtime = tokenizers.Tokenizer(model)
+    runtime = tokenizers.Tokenizer(_bpe(keys, tokens, ignore_merges=pre.ignore_merges))
     if normalizer := pre.normalizer():
         runtime.normalizer = normalizer
     runtime.pre_tokenizer = pre.pre_tokenizer()
     runtime.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
-    runtime.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    _add_user_defined(runtime, tokens, types)
+    _add_special(runtime, tokens, types)
     names = _special_token_names(keys, tokens, dict.fromkeys(_ROLES))
     bos, eos = _added_bos_eos(keys, names, pre.add_bos)
     runtime.post_processor = (
         bos_eos_processor(runtime, bos, eos) if bos or eos else processors.ByteLevel(trim_offsets=False)
     )
     return Tokenizer(runtime, names, chat_template=keys.text("tokenizer.chat_template", "") or None)
+
+
+def _from_merged_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> Tokenizer:
+    """Gemma 4's: BPE of characters, where U+2581 stands for a space, with byte fallback."""
+    names = _special_token_names(keys, tokens, dict.fromkeys(_ROLES))
+    runtime = tokenizers.Tokenizer(_bpe(keys, tokens, unk_token=names["unk"], fuse_unk=True, byte_fallback=True))
+    runtime.normalizer = normalizers.Replace(" ", SPACE)
+    runtime.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    _add_special(runtime, tokens, types)
+    bos, eos = _added_bos_eos(keys, names, True)
+    if bos or eos:
+        runtime.post_processor = bos_eos_processor(runtime, bos, eos)
+    return Tokenizer(runtime, names, chat_template=keys.text("tokenizer.chat_template", "") or None)
+
+
+def _bpe(keys: MetadataReader, tokens: list[str], **options: Any) -> models.BPE:
+    """The model of a file's tokens and merges."""
+    merges = []
+    for merge in _strings(keys, "tokenizer.ggml.merges"):
+        space = merge.find(" ", 1)
+        if space < 0:
+            raise keys.error(f"tokenizer.ggml.merges has {merge[:40]!r}, which is not a pair")
+        merges.append((merge[:space], merge[space + 1 :]))
+    try:
+        return models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **options)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise keys.error(f"tokenizer.ggml.merges: {error}") from None
 
 
 def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> Tokenizer:
@@ -106,6 +120,13 @@ def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     content = model.SerializeToString() if representable else None
     template = keys.text("tokenizer.chat_template", "") or None
     return Tokenizer(runtime, names, chat_template=template, sentencepiece_model=content)
+
+
+def _add_special(runtime: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Add the special tokens, and those that are matched before any merge."""
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    runtime.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    _add_user_defined(runtime, tokens, types)
 
 
 def _add_user_defined(runtime: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
@@ -166,6 +187,8 @@ def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tupl
         raise TokenizerError(counts, "a folder as output, or the tokenizer files that belong to these weights")
     model = json.loads(tokenizer.to_json())
     build = {"byte-level": _byte_level, "sentencepiece": _sentencepiece}.get(tokenizer.tokenizer_type)
+    if tokenizer.tokenizer_type == "sentencepiece" and config.model_type == "gemma4_text":
+        build = _merged_pieces
     if build is None:
         kind = tokenizer.tokenizer_type
         raise TokenizerError(f"llama.cpp has no tokenizer of type {kind!r}", "byte-level or SentencePiece BPE")
@@ -206,6 +229,26 @@ def _byte_level(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadat
         "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
     }
     return values, {id: (token, 0.0, NORMAL) for token, id in bpe["vocab"].items()}, notes
+
+
+def _merged_pieces(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadata, Pieces, list[str]]:
+    """The inverse of `_from_merged_pieces`."""
+    bpe, merges = model["model"], _merges(model["model"])
+    if tokenizer.adds_dummy_prefix or any(" " in token for token in bpe["vocab"]):
+        raise TokenizerError(f"Gemma 4 in llama.cpp has {SPACE!r} for each space of a text, and no other")
+    crossing = any("\n" in token and token.strip("\n") for token in bpe["vocab"])
+    notes = ["llama.cpp splits texts at newlines, which some tokens contain"] if crossing else []
+    values = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    kinds = {bpe.get("unk_token"): UNKNOWN}
+    pieces = {
+        id: (token, 0.0, kinds.get(token, BYTE if _BYTE_TOKEN.fullmatch(token) else NORMAL))
+        for token, id in bpe["vocab"].items()
+    }
+    return values, pieces, notes
 
 
 def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Metadata, Pieces, list[str]]:

@@ -1,7 +1,7 @@
 """llama.cpp's models with windows in some layers: Gemma, OLMo 2 and 3, Cohere, EXAONE 4, Llama 4 and GPT-OSS.
 
-Source: src/models/gemma2.cpp, gemma3.cpp, olmo2.cpp, command-r.cpp, cohere2.cpp, exaone4.cpp, llama4.cpp and
-openai-moe.cpp of llama.cpp.
+Source: src/models/gemma2.cpp, gemma3.cpp, gemma4.cpp, olmo2.cpp, command-r.cpp, cohere2.cpp, exaone4.cpp, llama4.cpp
+and openai-moe.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mlxlm.checkpoint.gguf.architecture import (
     QK_NORMS,
     ROPE_TYPES,
     SEPARATE_QKV,
+    TOP_MODULES,
     Architecture,
     full_attention_problems,
     read_biases,
@@ -143,6 +144,84 @@ def _gemma3_problems(config: ModelConfig) -> Iterator[str]:
         yield "its layers with a window have a RoPE without scaling"
 
 
+def _read_gemma4(keys: MetadataReader) -> dict[str, Any]:
+    layers, pattern = keys.count("block_count"), _read_pattern(keys, 6)
+    types = pattern["layer_types"]
+    keys.check(len(set(types)) == 2, "gemma4 needs layers with and without a window")
+    full, head_dim = types.index(FULL), keys.count("attention.key_length")
+    kv_heads, widths = (keys.counts(name, layers) for name in ("attention.head_count_kv", "feed_forward_length"))
+    table = keys.header.tensors.get("per_layer_token_embd.weight")
+    experts = keys.count("expert_count", 0)
+    return {
+        **pattern,
+        **_read_ropes(keys, head_dim, 10_000.0),
+        "head_dim": keys.count("attention.key_length_swa"),
+        "global_head_dim": head_dim,
+        "num_key_value_heads": kv_heads[types.index(SLIDING)],
+        "num_global_key_value_heads": kv_heads[full],
+        "attention_k_eq_v": not keys.has_tensor(f"blk.{full}.attn_v.weight"),
+        "num_kv_shared_layers": keys.count("attention.shared_kv_layers", 0),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": keys.count("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": None if table is None else table.shape[0],
+        "enable_moe_block": experts > 0,
+        "num_experts": experts or None,
+        "top_k_experts": keys.count("expert_used_count", 0) or None,
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", 0) or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma4_metadata(config: ModelConfig) -> dict[str, Any]:
+    layers, width = range(config.num_hidden_layers), config.intermediate_size
+    head_dim = config.global_head_dim or config.head_dim
+    values: dict[str, Any] = {
+        "attention.head_count_kv": [config.layer_kv_heads(layer) for layer in layers],
+        "attention.sliding_window_pattern": [config.window(layer) is not None for layer in layers],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "rope.dimension_count": head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": float(config.rope_local_base_freq or config.rope_theta),
+    }
+    for part in ("key", "value"):
+        values |= {f"attention.{part}_length": head_dim, f"attention.{part}_length_swa": config.head_dim}
+    if config.use_double_wide_mlp:
+        values["feed_forward_length"] = [width * (1 + config.shares_kv(layer)) for layer in layers]
+    if config.final_logit_softcapping:
+        values["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if config.num_experts:
+        values["expert_feed_forward_length"] = config.moe_intermediate_size
+    return values
+
+
+def _gemma4_problems(config: ModelConfig) -> Iterator[str]:
+    windows = [config.window(layer) is not None for layer in range(config.num_hidden_layers)]
+    if len(set(windows)) == 1:
+        yield "layer_types must have layers with and without a window"
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    if any(config.kv_layers[i] != first - 1 - windows[i] for i in range(first, config.num_hidden_layers)):
+        yield "the two layers before those of num_kv_shared_layers must be sliding_attention and full_attention"
+    if (kind := (config.rope_scaling or {}).get("rope_type")) != "proportional":
+        yield f"rope_type is {kind!r}, that of its layers without a window is 'proportional'"
+
+
+def _gemma4_layer(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    experts = {
+        "ffn_gate_inp": ("experts.gate",),
+        "ffn_gate_inp.scale": ("experts.router_scale",),
+        "ffn_gate_up_exps": ("experts.switch_mlp.gate_proj", "experts.switch_mlp.up_proj"),
+        "ffn_down_exps": ("experts.switch_mlp.down_proj",),
+        "ffn_down_exps.scale": ("experts.per_expert_scale",),
+        "post_ffw_norm_1": ("post_feedforward_layernorm_1",),
+        "pre_ffw_norm_2": ("pre_feedforward_layernorm_2",),
+        "post_ffw_norm_2": ("post_feedforward_layernorm_2",),
+    }
+    return experts if config.num_experts else {}
+
+
 def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
     """With a sliding window, it is OLMo 3."""
     if not keys.count("attention.sliding_window", 0):
@@ -268,6 +347,35 @@ ARCHITECTURES = (
         read_fields=_read_gemma3,
         metadata=lambda config: _pattern_metadata(config, 6),
         problems=_gemma3_problems,
+    ),
+    Architecture(
+        "gemma4",
+        ("gemma4_text",),
+        {
+            **_GEMMA2_LAYER,
+            **QK_NORMS,
+            "inp_gate": ("per_layer_input_gate",),
+            "proj": ("per_layer_projection",),
+            "post_norm": ("post_per_layer_input_norm",),
+            "layer_output_scale.weight": ("layer_scalar",),
+        },
+        top_modules={
+            **TOP_MODULES,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        extra_layer=_gemma4_layer,
+        biases="none",
+        experts=True,
+        free_head_dim=True,
+        layer_sizes=True,
+        sliding_window=True,
+        activations=_GELU_TANH,
+        rope_types=("proportional",),
+        read_fields=_read_gemma4,
+        metadata=_gemma4_metadata,
+        problems=_gemma4_problems,
     ),
     Architecture(
         "olmo2",

@@ -41,6 +41,7 @@ _POSITIONS = "position_embd.weight"
 # Besides vectors, biases and positions.
 _FLOAT32 = (
     "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "_norm.weight",
+    "per_layer_model_proj.weight",
 )  # fmt: skip
 
 
@@ -177,7 +178,8 @@ def _tensor_type(
     if _stays_float32(name, tensor):
         return "F32"
     kind, width = _FILE_TYPES[outtype][1], tensor.shape[-1]
-    is_head = name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight")
+    heads = ("token_embd.weight", "per_layer_token_embd.weight") if config.tie_word_embeddings else ("output.weight",)
+    is_head = name in heads
     if kind in K_QUANTS:
         kind = "Q6_K" if is_head else _mixed_type(name, outtype, config, position)
         kind = kind if width % ggml_type(kind).block_size == 0 else _SMALLER_BLOCKS[kind]

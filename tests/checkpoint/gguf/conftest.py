@@ -64,8 +64,8 @@ def trained(request):
 def through(tmp_path, open_llama_cpp, tiny_tokenizer):
     """`through(tokenizer)`: what comes back from a file, and `encode` of llama.cpp with that file."""
 
-    def send(tokenizer, rows=None, notes=()):
-        model = random_model("qwen2", tiny_tokenizer)
+    def send(tokenizer, rows=None, notes=(), kind="qwen2"):
+        model = random_model(kind, tiny_tokenizer)
         rows = rows or tokenizer.vocab_size
         config = model.config.with_changes(vocab_size=rows, bos_token_id=None, eos_token_id=None, pad_token_id=None)
         path = tmp_path / "my-phi3.gguf"  # a name that must not matter to llama.cpp

@@ -53,6 +53,11 @@ _LARGE = {
     **_COMMON, "hidden_size": 32, "num_hidden_layers": 64, "num_key_value_heads": 1, "num_attention_heads": 2,
     "intermediate_size": 32,
 }  # fmt: skip
+_GEMMA4 = {
+    **_COMMON, "model_type": "gemma4_text", "num_hidden_layers": 6, "sliding_window": 16, "head_dim": 32,
+    "global_head_dim": 64, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": VOCAB,
+}  # fmt: skip
 _WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
     "llama": _COMMON,
@@ -75,6 +80,21 @@ MODELS = {
     "gemma3": {
         **_WINDOWS, "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32,
         "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "gemma4": {
+        **_GEMMA4, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+    },
+    "gemma4-keys": {
+        **_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    },
+    "gemma4-moe": {
+        **_GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+        "moe_intermediate_size": 32, "tie_word_embeddings": False,
     },
     "olmo2": {**_COMMON, "model_type": "olmo2"},
     "olmo3": {**_WINDOWS, "model_type": "olmo3"},

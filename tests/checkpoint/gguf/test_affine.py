@@ -148,7 +148,8 @@ def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, m
     assert sorted(set(formats(quantized).values())) == [4, 8]
     assert any(name.endswith("self_attn.o_proj") for name in formats(quantized))
     if model.config.num_experts:
-        assert isinstance(quantized.layers[-1].mlp.switch_mlp.up_proj, QuantizedSwitchLinear)
+        experts = quantized.layers[-1].get("experts", quantized.layers[-1].mlp)
+        assert isinstance(experts.switch_mlp.up_proj, QuantizedSwitchLinear)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"], indirect=True)

@@ -13,6 +13,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES
+from mlxlm.checkpoint.gguf.header import read_header
 from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.utils.errors import CheckpointError, ConfigError
@@ -138,6 +139,16 @@ GEMMA3 = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "query_pre_attn_scalar": 32, "sliding_window": 8, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+def test_keys_that_no_layer_reads(tiny_tokenizer, tmp_path):
+    """Gemma 4's checkpoints have key projections in the layers that share those of others, too."""
+    model = random_model("gemma4", tiny_tokenizer)
+    tensors = tensors_of(model)
+    unused = {"model.layers.5.self_attn.k_proj.weight": tensors["model.layers.2.self_attn.k_proj.weight"]}
+    gguf.write(tmp_path / "m.gguf", model.config, {**tensors, **unused}, tiny_tokenizer, "F32")
+    assert "blk.5.attn_k.weight" in read_header(tmp_path / "m.gguf").tensors
+    assert open_checkpoint(tmp_path / "m.gguf").tensors.keys() == tensors.keys()
 
 
 def write_gemma3(path, model, factor):

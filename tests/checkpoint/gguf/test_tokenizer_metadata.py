@@ -8,7 +8,8 @@ import struct
 import gguf as gguf_package
 import pytest
 import tokenizers
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
 
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.header import read_header
@@ -16,6 +17,7 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer, tokenizer_m
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer, load
+from mlxlm.tokenizer.tokenizer import bos_eos_processor
 from mlxlm.utils.errors import TokenizerError
 from tests.checkpoint.gguf.gguf_models import random_model
 from tests.checkpoint.gguf.gguf_tokenizers import SAMPLE, check
@@ -81,6 +83,28 @@ def test_trained_tokenizers(trained, through, texts):
     again, llama_cpp = through(trained)
     assert again.fingerprint == trained.fingerprint
     check(trained, again, llama_cpp, "\n".join(texts))
+
+
+def test_merges_of_gemma4(through, texts):
+    """SentencePiece's characters and bytes with a list of merges instead of scores."""
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    runtime = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    runtime.normalizer = normalizers.Replace(" ", "▁")
+    runtime.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    trainer = BpeTrainer(vocab_size=600, special_tokens=special + bytes_, show_progress=False)
+    runtime.train_from_iterator([*texts, "\n\n\n\n" * 9], trainer)
+    description = json.loads(runtime.to_str())
+    description["added_tokens"] = [token for token in description["added_tokens"] if token["content"] in special]
+    description["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+    }  # fmt: skip
+    runtime = tokenizers.Tokenizer.from_str(json.dumps(description))
+    runtime.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    runtime.post_processor = bos_eos_processor(runtime, "<bos>", None)
+    tokenizer = Tokenizer(runtime, {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"})
+    again, llama_cpp = through(tokenizer, kind="gemma4")
+    check(tokenizer, again, llama_cpp, "\n".join(texts) + "\n\n\n")
 
 
 def test_chat_tokens_and_template(trained, through):

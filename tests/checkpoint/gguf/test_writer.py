@@ -238,6 +238,7 @@ UNSUPPORTED = {
     "llama": [{"hidden_act": "relu"}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}],
     "qwen2": [{"head_dim": 32}],
     "gemma2": [{"query_pre_attn_scalar": 64}, {"attn_logit_softcapping": None}, {"layer_types": None}],
+    "gemma4": [{"num_kv_shared_layers": 1}, {"layer_types": None}, {"rope_scaling": None}],
     "gpt2": [{"mlp_bias": False}],
 }
 
