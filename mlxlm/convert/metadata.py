@@ -168,7 +168,11 @@ def _same_rotation(a: ModelConfig, b: ModelConfig) -> bool:
     """Whether rotary positions have the same angles, however they are configured."""
     if a.positions != "rope" or b.positions != "rope":
         return a.positions == b.positions
-    one, two = RotaryEmbedding(a), RotaryEmbedding(b)
+    layers = range(min(a.num_hidden_layers, b.num_hidden_layers))
+    return all(_same_angles(RotaryEmbedding(a, layer), RotaryEmbedding(b, layer)) for layer in layers)
+
+
+def _same_angles(one: RotaryEmbedding, two: RotaryEmbedding) -> bool:
     if one.dims != two.dims:
         return False
     dynamic = [(rope.rope_type, rope.scaling_factor) for rope in (one, two) if rope.rope_type == "dynamic"]

@@ -55,6 +55,15 @@ def test_a_field_that_was_lost_is_named(source, changes, format):
         check_metadata(source, with_config(source, format, **changes), "out")
 
 
+def test_the_positions_of_every_layer_are_compared(source):
+    fields = {
+        "sliding_window": 16, "layer_types": ("sliding_attention", "full_attention"), "rope_local_base_freq": 500.0,
+    }  # fmt: skip
+    before = with_config(source, **fields)
+    with pytest.raises(CheckpointError, match="out: the configuration's rope_theta is 9000"):
+        check_metadata(before, with_config(source, **fields, rope_theta=9000.0), "out")
+
+
 def test_fields_that_mean_the_same_may_differ(source):
     windows = {"sliding_window": 16, "layer_types": ("sliding_attention",) * 2}
     pairs = (
