@@ -132,8 +132,8 @@ def add_norm(rows, N, apart, dtype):
 def normed_heads(dtype):
     D, H, K = 128, 32, 8
     x, q, k = random((1, H + 2 * K, 1, D), dtype, 0), random((D,), dtype, 1), random((D,), dtype, 2)
-    arguments = x, H, (q, k), EPS, RoPE(D, 10_000.0, None), mx.array([7], mx.int32)
-    (queries, keys), launches = run(lambda: QK_NORM_ROPE.paths["metal"](*arguments)[:2], "qk_norm_rope")
+    arguments = x, H, K, (q, k), EPS, RoPE(D, 10_000.0, None), mx.array([7], mx.int32)
+    (queries, keys), launches = run(lambda: list(QK_NORM_ROPE.paths["metal"](*arguments)), "qk_norm_rope")
     theta = 7 * 10_000.0 ** (-np.arange(0, D, 2) / D)
     parts = (x[:, :H], q), (x[:, H : H + K], k)
     wanted = [oracle.rope(oracle.rms_norm(oracle.as64(x), oracle.as64(w), EPS), theta) for x, w in parts]
