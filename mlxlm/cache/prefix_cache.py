@@ -71,7 +71,9 @@ class PrefixCache:
         """
         ids = array("i", ids)
         found = self._find(ids, group)[0]
-        if self._folder is not None and self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
+        if self._folder is None or len(ids) < found + _MIN_LOADED:
+            return found
+        if self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
             n, caches = self._folder.load(ids, self._make_caches, group, self.max_bytes)
             self.insert(ids[:n], caches, group, move=True)
             found = self._find(ids, group)[0]
@@ -182,29 +184,35 @@ class PrefixCache:
         heapify(queue)
         while self.nbytes > max_bytes and queue:
             *_, node = heappop(queue)
+            if node.parent is None:  # already removed
+                continue
+            self._save(node)
             if node.children:
                 node.snapshots = {}
                 self.nbytes += node.count_bytes()
-            elif node.parent is not None:  # else already removed
-                self._save(node)
+            else:
                 parent = self._remove(node)
                 heappush(queue, (parent.eviction_time, next(order), parent))
 
     def flush(self) -> None:
-        """Write the texts that the folder doesn't have yet, at the end of a program."""
-        leaves = (node for node in self._root.subtree() if not node.children)
-        for leaf in sorted(leaves, key=lambda node: node.used):
-            self._save(leaf)
+        """Write what the folder doesn't have yet, at the end of a program."""
+        nodes = (node for node in self._root.subtree() if node.snapshots or not node.children)
+        for node in sorted(nodes, key=lambda node: node.eviction_time):
+            self._save(node)
 
-    def _save(self, leaf: _Node) -> None:
-        """Write the text that ends with `leaf` to the folder, unless it is there."""
-        if self._folder is None or leaf.end < _MIN_SAVED:
+    def _save(self, node: _Node) -> None:
+        """Write what the eviction of `node` removes to the folder, unless it is there."""
+        if self._folder is None or node.end < _MIN_SAVED:
             return
-        ids, group = leaf.text, leaf.group
-        if self._folder.match(ids, group) < len(ids):
+        ids, group = node.text, node.group
+        if self._folder.match(ids, group) == len(ids):
+            return
+        self._folder.save(ids, node.snapshots, group)
+        if not node.children:
             found, path, source = self._find(ids, group)
             if found == len(ids):
-                self._folder.save(ids, self._build(ids, found, path, source), group)
+                caches = enumerate(self._build(ids, found, path, source))
+                self._folder.save(ids, {i: cache for i, cache in caches if i not in node.snapshots}, group)
 
     def _remove(self, node: _Node) -> _Node:
         """Remove a leaf, and the nodes above it that are of no use without it. Return the lowest that is left."""

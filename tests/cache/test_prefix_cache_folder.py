@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVCache, PrefixCache, PrefixCacheFolder, save_prompt_cache
+from mlxlm.cache import KVCache, PrefixCache, PrefixCacheFolder, prefix_cache, save_prompt_cache
 from mlxlm.cache.policies import RotationPolicy, SlidingWindow
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.utils.errors import GenerationError
 from tests.paths import ROOT
 
@@ -23,34 +24,47 @@ H, D = 2, 32
 IDENTITY = {"model": "m", "cache": "all tokens"}
 LIMIT = 1 << 30
 KINDS = {
-    "plain": {},
-    "quantized": {"key_bits": 8, "value_bits": 4},
-    "windowed": {"window": SlidingWindow(4, slack=3)},
-    "rotating": {"rotation": RotationPolicy(200, 4)},
+    "plain": [{}],
+    "quantized": [{"key_bits": 8, "value_bits": 4}],
+    "windowed": [{"window": SlidingWindow(4, slack=3)}],
+    "rotating": [{"rotation": RotationPolicy(200, 4)}],
+    "recurrent": [None],
+    "recurrent, windowed and plain": [None, {"window": SlidingWindow(4, slack=3)}, {}],
 }
 TEXT = [int(i) for i in np.random.default_rng(0).integers(0, 50, 600)]
 VECTORS = np.random.default_rng(1).normal(size=(50, 1000, H, D)).astype(np.float32)  # by token and position
 
 
-def update(cache, ids, begin):
-    x = mx.array(VECTORS[ids[begin:], range(begin, len(ids))].swapaxes(0, 1)[None])
-    return [
-        np.array(side.dequantized() if hasattr(side, "dequantized") else side) for side in cache.update_and_fetch(x, -x)
-    ]
+def make_caches(kind):
+    return [RecurrentCache([(H, D)]) if options is None else KVCache(**options) for options in KINDS[kind]]
+
+
+def update(caches, ids, begin):
+    """What each layer returns for `ids[begin:]`."""
+    x, out = mx.array(VECTORS[ids[begin:], range(begin, len(ids))].swapaxes(0, 1)[None]), []
+    for cache in caches:
+        if isinstance(cache, RecurrentCache):
+            cache.begin_update(1, len(ids) - begin)
+            for t in range(x.shape[2]):
+                cache[0] = x[:, :, t] if cache[0] is None else cache[0] / 2 + x[:, :, t]
+            out.append(cache[0])
+        else:
+            out += [y.dequantized() if hasattr(y, "dequantized") else y for y in cache.update_and_fetch(x, -x)]
+    return [np.array(y) for y in out]
 
 
 def read(ids, kind="plain"):
-    cache, begin = KVCache(**KINDS[kind]), 0
+    caches, begin = make_caches(kind), 0
     while begin < len(ids):
-        end = min(len(ids), begin + min(cache.max_update_size or 64, 64))
-        update(cache, ids[:end], begin)
+        end = min([len(ids), begin + 64, *(begin + (getattr(c, "max_update_size", None) or 64) for c in caches)])
+        update(caches, ids[:end], begin)
         begin = end
-    return [cache]
+    return caches
 
 
 def open_cache(path, kind="plain", max_bytes=LIMIT, folder_bytes=LIMIT, identity=IDENTITY):
-    folder = PrefixCacheFolder(path, folder_bytes, {**identity, "cache": kind})
-    return PrefixCache(lambda: [KVCache(**KINDS[kind])], max_bytes, folder)
+    folder = PrefixCacheFolder(path, folder_bytes, {**identity, "cache": kind}, len(KINDS[kind]))
+    return PrefixCache(lambda: make_caches(kind), max_bytes, folder)
 
 
 def saved(path, *texts, kind="plain", **options):
@@ -67,14 +81,14 @@ def files(path):
 
 
 def check_restored(tree, ids, n, kind="plain"):
-    (found,), (wanted,) = tree.restore(ids, n), read(ids[:n], kind)
-    for _ in range(2):
-        for one, other in zip(update(found, ids, n), update(wanted, ids, n), strict=True):
+    found, wanted = tree.restore(ids, n), read(ids[:n], kind)
+    for end in (n + 1, n + 2):
+        following = [*ids, 7, 7][:end]
+        for one, other in zip(update(found, following, end - 1), update(wanted, following, end - 1), strict=True):
             np.testing.assert_array_equal(one, other)
-        ids, n = [*ids, 7], len(ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "quantized", "windowed", "rotating"])
 @pytest.mark.parametrize("cut", [0, 3])
 def test_texts_survive_a_restart(tmp_path, kind, cut):
     path = tmp_path / "new" / "folder"
@@ -89,6 +103,43 @@ def test_texts_survive_a_restart(tmp_path, kind, cut):
     assert file.stat().st_mode & 0o777 == 0o600 and path.stat().st_mode & 0o777 == 0o700
     file.unlink()
     assert tree.match(ids) == 500 - cut  # it is in memory now
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 5, 99]), st.integers(1, 120)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_a_restart_changes_no_match(tmp_path_factory, kind, turns, evicted):
+    """Wherever a prompt leaves the texts; also if all was evicted before."""
+    path = tmp_path_factory.mktemp("folder")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "_MIN_SAVED", 1)
+        patch.setattr(prefix_cache, "_MIN_LOADED", 1)
+        tree, texts = open_cache(path, kind), [[]]
+        for start, cut, count in turns:
+            before = texts[start % len(texts)]
+            before = before[: max(0, len(before) - cut)]
+            ids = [*before, *TEXT[len(texts) * 9 :][:count]]
+            tree.insert(ids, read(ids, kind))
+            texts.append(ids)
+        prompts = [[*ids[: len(ids) - cut], 49, 3] for ids in texts[1:] for cut in (0, 1, 30) if cut < len(ids)]
+        matches = [tree.match(ids) for ids in prompts]
+        tree.evict(0 if evicted else tree.nbytes)
+        tree.flush()
+        assert [open_cache(path, kind).match(ids) for ids in prompts] == matches
+        tree = open_cache(path, kind)
+        for ids, n in zip(prompts, matches, strict=True):
+            assert tree.match(ids) == n
+            check_restored(tree, ids, n, kind)
+
+
+def test_keys_and_values_of_all_tokens_are_written_once(tmp_path):
+    kind, ends = "recurrent, windowed and plain", (300, 400, 500)
+    saved(tmp_path, *(TEXT[:end] for end in ends), kind=kind)
+    assert sum(file.stat().st_size for file in files(tmp_path)) < 1.5 * 2 * H * D * 4 * 500
+    assert [open_cache(tmp_path, kind).match(TEXT[:end]) for end in ends] == list(ends)
 
 
 def test_evicted_texts_are_written_and_come_back(tmp_path):
@@ -268,7 +319,7 @@ def test_a_path_that_is_a_file_is_a_warning(tmp_path, caplog):
 
 def test_caches_of_other_types_are_refused(tmp_path):
     with pytest.raises(GenerationError, match="own cache type.*in memory only"):
-        PrefixCache(lambda: [object()], LIMIT, PrefixCacheFolder(tmp_path, LIMIT, IDENTITY))
+        PrefixCache(lambda: [object()], LIMIT, PrefixCacheFolder(tmp_path, LIMIT, IDENTITY, 1))
 
 
 CHILD = """
