@@ -166,11 +166,11 @@ class PrefixCacheFolder:
         self._scan()
         text = np.array(ids)
         for name, file in list(self._files.items()):
-            # What this text begins with can be loaded from it.
-            if file and file.layers == layers:
-                num_shared = file.num_shared(text, repr(group))
-                if max(1, restorable_from) <= num_shared == len(file.ids) < len(ids):
-                    self._remove(name)
+            # All that can be loaded from the file of a beginning can be loaded from this one.
+            if file is None or file.layers != layers or file.restorable_from < restorable_from:
+                continue
+            if 0 < file.num_shared(text, repr(group)) == len(file.ids) < len(ids):
+                self._remove(name)
         self._shrink(self.max_bytes)
 
     def _find(
@@ -181,13 +181,13 @@ class PrefixCacheFolder:
         files = [(name, file) for name, file in self._files.items() if file and file.nbytes <= max_bytes]
         shared = [(name, file, num) for name, file in files if (num := file.num_shared(text, key))]
         while n:
-            best = []
-            for layer in layers:
-                known = ((min(n, num), name, file) for name, file, num in shared if layer in file.layers)
-                best.append(max(((m, name) for m, name, file in known if m >= file.restorable_from), default=(0, "")))
-            least = min((m for m, _ in best), default=n)
+            best = dict.fromkeys(layers, (0, ""))
+            for name, file, num in shared:
+                if (m := min(n, num)) >= file.restorable_from:
+                    best |= {layer: max(best[layer], (m, name)) for layer in file.layers if layer in best}
+            least = min((m for m, _ in best.values()), default=n)
             if least == n:
-                return n, {name for _, name in best}
+                return n, {name for _, name in best.values()}
             n = least
         return 0, set()
 
