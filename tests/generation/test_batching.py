@@ -51,22 +51,6 @@ def test_batches_with_rotating_caches(lm, wanted, size):
         same(result, alone(lm, wanted[index], kv))
 
 
-@pytest.fixture(scope="module")
-def windowed(lm):
-    """Of two layers, the first sees 9 tokens."""
-    config = lm.config.with_changes(sliding_window=9, layer_types=["sliding_attention", "full_attention"])
-    model = Decoder(config)
-    model.load_weights(tree_flatten(lm.model.parameters()))
-    return replace(lm, model=model, config=config)
-
-
-@settings(max_examples=2)
-@given(st.lists(requests, min_size=2, max_size=5))
-def test_batches_with_sliding_windows(windowed, wanted):
-    for index, result in run_batch(windowed, wanted, batch_size=4):
-        same(result, alone(windowed, wanted[index]))
-
-
 def test_a_model_without_batching_runs_sequentially(lm):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     config = lm.config.with_changes(rope_scaling=scaling)
