@@ -20,7 +20,6 @@ from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
 from mlxlm.cache.prompt_cache_file import FileCache
-from mlxlm.utils.errors import GenerationError
 
 _MIN_LOADED = 64  # tokens that the folder must have beyond those in memory
 _MIN_SAVED = 256  # tokens of a text that is written: shorter ones are read again as fast
@@ -38,9 +37,6 @@ class PrefixCache:
         max_bytes: Maximum of `nbytes`. May be changed at any time; `evict` then makes that true.
         folder: Where texts are kept that are evicted, and others by `flush`.
 
-    Raises:
-        GenerationError: The caches are of mlx_lm's own types, which can't be written to a folder.
-
     Attributes:
         nbytes: Bytes of everything that is kept.
     """
@@ -49,11 +45,7 @@ class PrefixCache:
         self, make_caches: Callable[[], list[Any]], max_bytes: int, folder: PrefixCacheFolder | None = None
     ) -> None:
         self._make_caches, self.max_bytes, self._folder = make_caches, max_bytes, folder
-        caches = make_caches()
-        if folder is not None and not all(isinstance(cache, FileCache) for cache in caches):
-            problem = "this architecture has its own cache type, which can't be kept in a folder"
-            raise GenerationError(problem, "a prefix cache in memory only")
-        self._num_layers = len(caches)
+        self._num_layers = len(make_caches())
         self.clear()
 
     def clear(self) -> None:
@@ -74,7 +66,7 @@ class PrefixCache:
         if self._folder is None or len(ids) < found + _MIN_LOADED:
             return found
         if self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
-            n, caches = self._folder.load(ids, self._make_caches, group, self.max_bytes)
+            n, caches = self._folder.load(ids, group, self.max_bytes)
             self.insert(ids[:n], caches, group, move=True)
             found = self._find(ids, group)[0]
         return found

@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
 from mlxlm.cache.prompt_cache_file import FileCache, open_prompt_cache, save_prompt_cache
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError, GenerationError
 
 _NAME = re.compile(r"prefix-[0-9a-f]{64}\.safetensors")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.(\d+)\.partial")  # of utils.files
@@ -69,12 +70,21 @@ class PrefixCacheFolder:
         path: The folder. It is created when the first text is saved.
         max_bytes: Maximum size of all files.
         identity: Identifies the model, the tokenizer and the options of the caches.
-        num_layers: How many caches the model has.
+        make_caches: Makes the empty caches of the model, one per layer.
+
+    Raises:
+        GenerationError: They are of mlx_lm's own types, which can't be written to a file.
     """
 
-    def __init__(self, path: Path | str, max_bytes: int, identity: Mapping[str, str], num_layers: int) -> None:
+    def __init__(
+        self, path: Path | str, max_bytes: int, identity: Mapping[str, str], make_caches: Callable[[], list[Any]]
+    ) -> None:
+        caches = make_caches()
+        if not all(isinstance(cache, FileCache) for cache in caches):
+            problem = "this architecture has its own cache type, which can't be kept in a folder"
+            raise GenerationError(problem, "a prefix cache in memory only")
         self.path, self.max_bytes, self._identity = Path(path), max_bytes, dict(identity)
-        self._layers = range(num_layers)
+        self._make_caches, self._layers = make_caches, range(len(caches))
         self._files: dict[str, _File | None] = {}  # by name; None for what can't be read
         self._scanned = -1  # time of the folder at the last scan
         self._last_warning = ""
@@ -85,17 +95,12 @@ class PrefixCacheFolder:
         return self._find(ids, self._layers, group, max_bytes)[0]
 
     def load(
-        self,
-        ids: Sequence[int],
-        make_caches: Callable[[], list[FileCache]],
-        group: Hashable = None,
-        max_bytes: float = math.inf,
+        self, ids: Sequence[int], group: Hashable = None, max_bytes: float = math.inf
     ) -> tuple[int, list[FileCache]]:
         """Load the first tokens of `ids`.
 
         Args:
             ids: A text.
-            make_caches: Makes the empty caches of the model.
             group: Texts of different groups share nothing.
             max_bytes: Skip larger files.
 
@@ -104,10 +109,10 @@ class PrefixCacheFolder:
         """
         self._scan()
         while (found := self._find(ids, self._layers, group, max_bytes))[0]:
-            (n, names), caches = found, make_caches()
+            (n, names), caches = found, self._make_caches()
             if all(self._load(name, ids[:n], caches) for name in names):
                 return n, caches
-        return 0, make_caches()
+        return 0, self._make_caches()
 
     def _load(self, name: str, ids: Sequence[int], caches: list[FileCache]) -> bool:
         """Load the first tokens of a file's text, which must be `ids`, into the caches of its layers."""

@@ -63,7 +63,7 @@ def read(ids, kind="plain"):
 
 
 def open_cache(path, kind="plain", max_bytes=LIMIT, folder_bytes=LIMIT, identity=IDENTITY):
-    folder = PrefixCacheFolder(path, folder_bytes, {**identity, "cache": kind}, len(KINDS[kind]))
+    folder = PrefixCacheFolder(path, folder_bytes, {**identity, "cache": kind}, lambda: make_caches(kind))
     return PrefixCache(lambda: make_caches(kind), max_bytes, folder)
 
 
@@ -314,7 +314,7 @@ def test_a_path_that_is_a_file_is_a_warning(tmp_path, caplog):
 
 def test_caches_of_other_types_are_refused(tmp_path):
     with pytest.raises(GenerationError, match="own cache type.*in memory only"):
-        PrefixCache(lambda: [object()], LIMIT, PrefixCacheFolder(tmp_path, LIMIT, IDENTITY, 1))
+        PrefixCacheFolder(tmp_path, LIMIT, IDENTITY, lambda: [object()])
 
 
 CHILD = """
