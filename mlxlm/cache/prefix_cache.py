@@ -35,7 +35,7 @@ class PrefixCache:
     Args:
         make_caches: Makes the empty caches of the model, one per layer.
         max_bytes: Maximum of `nbytes`. May be changed at any time; `evict` then makes that true.
-        folder: Where texts are kept that are evicted, and others by `flush`.
+        folder: Where what is evicted is kept.
 
     Attributes:
         nbytes: Bytes of everything that is kept.
@@ -185,12 +185,6 @@ class PrefixCache:
             else:
                 parent = self._remove(node)
                 heappush(queue, (parent.eviction_time, next(order), parent))
-
-    def flush(self) -> None:
-        """Write what the folder doesn't have yet, at the end of a program."""
-        nodes = (node for node in self._root.subtree() if node.snapshots or not node.children)
-        for node in sorted(nodes, key=lambda node: node.eviction_time):
-            self._save(node)
 
     def _save(self, node: _Node) -> None:
         """Write what the eviction of `node` removes to the folder, unless it is there."""

@@ -314,8 +314,7 @@ class Engine:
         def free() -> None:
             self._drop_lost_results()
             self._scheduler.fail_all(closed)
-            self._prefix_cache.flush()
-            self._prefix_cache.clear()
+            self._prefix_cache.evict(0)
 
         device_thread.run(free)
 
