@@ -6,18 +6,31 @@ from hypothesis import strategies as st
 
 from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
-from mlxlm.generation import Context, Engine, prefill, run_batch
+from mlxlm.generation import Context, Engine, GenerationOptions, Request, prefill, run_batch
 from mlxlm.generation.kv_memory import KVMemory
 from tests.generation.cache_models import DECODERS, KINDS, POSITIONS, WITH_BATCHES
-from tests.generation.test_batching import requests
-from tests.generation.texts import alone, greedy, request, same
+from tests.generation.texts import OPTIONS, SYSTEM, alone, greedy, request, same
+
+prompts = st.one_of(
+    st.lists(st.integers(1, 299), min_size=1, max_size=60),
+    st.lists(st.integers(1, 299), min_size=1, max_size=12).map(lambda tail: SYSTEM + tail),
+)
+requests = st.builds(
+    lambda ids, which, n: Request(ids, GenerationOptions.of(**{"seed": 1, **OPTIONS[which], "max_tokens": n})),
+    prompts, st.integers(0, len(OPTIONS) - 1), st.sampled_from([1, 2, 5, 9, 20]),
+)  # fmt: skip
 
 
-@settings(max_examples=8)
-@given(st.sampled_from(KINDS), st.lists(requests, min_size=2, max_size=4), st.sampled_from([None, "8"]))
-def test_a_text_is_the_one_that_its_request_gives_alone(models, kind, wanted, bits):
-    lm, kv = models[kind], KVOptions.of(bits=bits)
-    for index, result in run_batch(Engine(lm, kv=kv, batch_size=4), wanted):
+@settings(max_examples=10)
+@given(
+    st.sampled_from(KINDS),
+    st.lists(requests, min_size=2, max_size=5),
+    st.sampled_from([KVOptions(), KVOptions.of(bits=8), KVOptions.of(size=20, keep=2)]),
+    st.integers(1, 4),
+)
+def test_a_text_is_the_one_that_its_request_gives_alone(models, kind, wanted, kv, batch_size):
+    lm = models[kind]
+    for index, result in run_batch(Engine(lm, kv=kv, batch_size=batch_size), wanted):
         same(result, alone(lm, wanted[index], kv))
 
 
