@@ -63,11 +63,6 @@ def test_choices_are_those_of_the_library():
     assert list(_OUTTYPES.values()) == list(OUTTYPES) and list(_OUTTYPES)[: len(DTYPES)] == list(DTYPES)
 
 
-def test_the_old_option_still_works(model, tmp_path):
-    code, out, err = run("convert", model, "--out", tmp_path / "a.gguf", "--outtype", "f16", "--no-verify")
-    assert code == 0 and "(F16)" in out and "warning: --outtype is now --dtype" in err
-
-
 def test_empty_names_and_files_with_a_slash(model, tmp_path):
     for arguments in (["", "--out", tmp_path / "a"], [model, "--out", ""], [model, "--out", f"{tmp_path}/y.gguf/"]):
         assert run("convert", *arguments)[0] == 2
