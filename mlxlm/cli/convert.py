@@ -30,7 +30,6 @@ _CALIBRATION_TEXT = (
     "Text to measure importance weights on, as for llama.cpp's importance matrix; ideally like what the model will "
     "read. For quantized .gguf files."
 )
-_CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
 @click.command(cls=SectionedCommand)
@@ -41,7 +40,6 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.option("--calibration-text", type=EXISTING_PATH, metavar="PATH", help=_CALIBRATION_TEXT)
 @adapter_option()
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
-@click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
 @json_option
 def convert(
     source: str,
@@ -51,7 +49,6 @@ def convert(
     calibration_text: Path | None,
     adapter: Path | None,
     no_verify: bool,
-    cross_check: bool,
     as_json: bool,
 ) -> None:
     """Convert SOURCE to another format, and verify the result.
@@ -87,7 +84,6 @@ def convert(
             adapter=adapter,
             importance=importance,
             verify_output=not no_verify,
-            cross_check=cross_check,
             progress=progress,
         )
     if as_json:

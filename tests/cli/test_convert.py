@@ -40,7 +40,6 @@ def test_options_without_an_effect_are_wrong_usage(model, tmp_path):
         ("out", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "float16"]),
-        ("out", ["--no-verify", "--cross-check"]),
         ("out.gguf", ["--calibration-text", model]),
         ("out.gguf", ["--calibration-text", model, "--dtype", "q8_0"]),
     ):
