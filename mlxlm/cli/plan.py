@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +12,6 @@ from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     MODEL,
-    PATH,
     SIZE,
     SectionedCommand,
     add_options,
@@ -94,9 +92,8 @@ _inference = partial(option, "Inference")
 @_inference("--num-sequences", int, "Number of sequences at once.  [default: 1]", advanced=True)
 @_inference("--kv-bits", int, _KV_BITS, advanced=True)
 @_inference("--hosts num_hosts", int, "Number of machines that share the model.  [default: 1]", advanced=True)
-@option("Output", "--plot", PATH, "Plot the memory of training to this .png or .svg file.")
 @json_option
-def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
+def plan(model: str | None, with_probe: bool, as_json: bool, **options: Any) -> None:
     """Estimate parameters, FLOPs, memory, time and disk of MODEL.
 
     MODEL is a preset, a published model, a name of mlxlm models, a folder, a run, a config.json, a .gguf file or a hub
@@ -126,10 +123,6 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
     )
     if with_probe:
         result = _probe(result)
-    if plot is not None:
-        from mlxlm.plan.plot import plot_plan
-
-        plot_plan(result, plot)
     if as_json:
         render.emit_json(result.to_dict())
     else:

@@ -59,12 +59,12 @@ def _parameters(text: str, vocab_size: int | None = None) -> float:
 
 def parse_size(text: str, vocab_size: int | None = None) -> tuple[float, float]:
     """Parse SIZE[:TOKENS] into (parameters, tokens); a preset gets this vocabulary size."""
-    from mlxlm.plan.textbook import compute_optimal_tokens
+    from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 
     size, colon, tokens = text.partition(":")
     parameters = _parameters(size, vocab_size)
     try:
-        count = float(tokens) if colon else compute_optimal_tokens(parameters)
+        count = float(tokens) if colon else TOKENS_PER_PARAMETER * parameters
     except ValueError:
         count = 0.0
     if not 0 < count < 1e18:

@@ -14,9 +14,9 @@ from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.manifest import prepared_source
 from mlxlm.experiments.scaling_fit import ScalingPoint
 from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, saved_args
+from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
-from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
 from mlxlm.train.budget import fit_token_seconds, guess_vocab_size, nearest_models, num_rows
 from mlxlm.train.memory_limits import check_memory

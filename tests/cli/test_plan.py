@@ -26,7 +26,7 @@ def test_tables(run):
     assert code == 0 and out.startswith("Training does not fit in the h100's 80 GB")
     assert "No change makes this model fit" in out and "406B" in out
     assert "a model FLOPs utilization of 40% is assumed" in err
-    for text in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "memory of 1 x 512 tokens on each device"):
+    for text in ("feed forward", "cache, multi-query", "memory of 1 x 512 tokens on each device"):
         assert text in out
 
 
@@ -86,12 +86,6 @@ def test_probe_of_bfloat16_on_a_cpu(run):
     assert code == 1 and "a CPU computes bfloat16 products many times slower" in err
 
 
-def test_plot(run, tmp_path):
-    for kind, start in {"png": b"\x89PNG", "svg": b"<?xml"}.items():
-        assert run("1m", "--machine", "a100", "--plot", tmp_path / f"plan.{kind}")[0] == 0
-        assert (tmp_path / f"plan.{kind}").read_bytes().startswith(start)
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -114,7 +108,6 @@ def test_wrong_values(run, tmp_path):
     (tmp_path / "empty.txt").touch()
     for arguments, problem in (
         (["1m", "--machine", "abacus"], "unknown machine 'abacus'"),
-        (["1m", "--machine", "a100", "--plot", tmp_path / "plan.gif"], "not a picture format"),
         (["1m", "--flops", "0"], "can't plan with"),
         (["1m", "--flops", "inf"], "can't plan with"),
         (["1m", "--flops", "1e-300", "--json"], "can't plan with"),
@@ -173,18 +166,3 @@ def test_bits_that_fit():
         return inference_memory(config, replace(serving, bits=bits)).total
 
     assert bits_that_fit(config, serving, memory) == 6 and takes(6) <= usable_memory(memory) < takes(8)
-
-
-def test_textbook_formulas_as_json(run):
-    shape = ("1m", "--machine", "a100", "--batch-size", 2, "--max-seq-length", 64, "--tokens", 1000)
-    found = json.loads(run(*shape, "--json")[1])
-    count = found["parameters"]["total"]
-    assert found["textbook"] == {
-        "dense_parameters": 12 * 4 * 128**2,
-        "inference_bytes": 2 * count,
-        "training_bytes": 20 * count,
-        "activation_bytes": 4 * (34 * 2 * 64 * 128 + 5 * 2 * 64**2 * 4),
-        "cache_bytes": 4 * 4 * 2 * 128 * 64,
-        "forward_flops": 4 * (24 * 2 * 64 * 128**2 + 4 * 2 * 64**2 * 128) + 2 * 2 * 64 * 128 * 1024,
-        "training_flops": 6 * count * 1000,
-    }
