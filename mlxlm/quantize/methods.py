@@ -201,7 +201,6 @@ class _LayerQuantizer:
 
     def result(self) -> QuantizedTensors:
         """All tensors in the source's order; matrices that weren't calibrated are rounded when they are read."""
-
         tensors = _rounded(self._checkpoint.tensors, self._plan, self._errors)
         stored = {name: self._stored.get(name, tensor) for name, tensor in tensors.items()}
         return QuantizedTensors(stored, self._errors, self._rounded_experts)
