@@ -70,9 +70,9 @@ NATIVE = {  # run by mlxlm's decoder
     },
     "gemma4_text": {
         **_BASE,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "sliding_window": 24,
         "global_head_dim": 64,
         "rope_parameters": None,

@@ -125,9 +125,13 @@ def _scale(
     weights: list[tuple[mx.array, Format]], readers: Mapping[str, InputStats | ExpertInputs], dtype: mx.Dtype
 ) -> mx.array | None:
     """The scale of each channel that all tokens have, `[width]`; None if no scaling is best."""
-    moments = next((stats.moments for stats in readers.values() if isinstance(stats, InputStats)), None)
-    if moments is None or not weights:
+    if not weights:
         return None
+    stats = next((stats for stats in readers.values() if isinstance(stats, InputStats)), next(iter(readers.values())))
+    if isinstance(stats, InputStats):
+        moments = stats.moments
+    else:  # only experts read it
+        moments = sum((stats.of(expert)[1].moments for expert in range(len(weights[0][0]))), np.float32(0))
     return _best_scale([(weight.reshape(-1, weight.shape[-1]), fmt) for weight, fmt in weights], moments, dtype)
 
 

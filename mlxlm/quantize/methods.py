@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.dequantize import dequantize_tensors
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
 from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_file
 from mlxlm.config.quantization import Format
@@ -76,11 +76,7 @@ def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str
     source, method = job.source, METHODS[job.settings.method]
     if method is None:
         errors: dict[str, float] = {}
-
-        def on_matrix(module: str, weight: mx.array, packed: PackedMatrix, fmt: Format) -> None:
-            errors[module] = weight_error(weight, packed, fmt)
-
-        return QuantizedTensors(lazy_quantize(source.checkpoint_16bit.tensors, plan, on_matrix), errors)
+        return QuantizedTensors(_rounded(source.checkpoint_16bit.tensors, plan, errors), errors)
     windows = job.texts.calibration_windows
     progress = partial(job.progress, f"calibrating ({job.settings.method}){label}")
     return quantize_calibrated(source.checkpoint_16bit, plan, method(), windows, scratch, progress)
@@ -128,6 +124,15 @@ def quantize_calibrated(
         if name not in source.tables and plan.formats.get(name) is not None:
             quantizer.quantize_head(name, inputs)
     return quantizer.result()
+
+
+def _rounded(tensors: LazyTensors, plan: QuantizationPlan, errors: dict[str, float]) -> dict[str, LazyTensor]:
+    """Round the matrices of `plan` to nearest when they are read; adds the error of each to `errors` then."""
+
+    def on_matrix(module: str, weight: mx.array, packed: PackedMatrix, fmt: Format) -> None:
+        errors[module] = weight_error(weight, packed, fmt)
+
+    return lazy_quantize(tensors, plan, on_matrix)
 
 
 class _LayerQuantizer:
@@ -196,7 +201,7 @@ class _LayerQuantizer:
 
     def result(self) -> QuantizedTensors:
         """All tensors in the source's order; matrices that weren't calibrated are rounded when they are read."""
-        tensors = lazy_quantize(self._checkpoint.tensors, self._plan)
+        tensors = _rounded(self._checkpoint.tensors, self._plan, self._errors)
         stored = {name: self._stored.get(name, tensor) for name, tensor in tensors.items()}
         return QuantizedTensors(stored, self._errors, self._rounded_experts)
 

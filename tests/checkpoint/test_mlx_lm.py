@@ -171,10 +171,6 @@ TEXT = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
 }  # fmt: skip
-ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-}
 MULTIMODAL = {
     "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     "gemma3n": {
@@ -182,10 +178,6 @@ MULTIMODAL = {
         "rope_local_base_freq": 1e4, "final_logit_softcapping": 30.0, "activation_sparsity_pattern": [0.0] * 6,
         "hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "altup_coef_clip": 120.0, "altup_active_idx": 0,
         "altup_correct_scale": True, "laurel_rank": 4, "intermediate_size": [48] * 6,
-    },
-    "gemma4": {
-        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "rope_parameters": ROPE,
     },
 }  # fmt: skip
 

@@ -106,6 +106,26 @@ PUBLISHED = {
             },
         },
     ),
+    "gemma-4-E2B (text)": (
+        4_628_569_379,
+        {
+            "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
+            "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+            "vocab_size": 262144, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "sliding_window": 512,
+        },
+    ),
+    "gemma-4-26B-A4B (text)": (
+        25_233_141_790,
+        {
+            "model_type": "gemma4_text", "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512,
+            "num_global_key_value_heads": 2, "attention_k_eq_v": True, "vocab_size": 262144,
+            "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+            "moe_intermediate_size": 704, "sliding_window": 1024, "final_logit_softcapping": 30.0,
+        },
+    ),
     "gpt2": (
         124_439_808,
         {

@@ -507,7 +507,7 @@ SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 
 
-@pytest.mark.parametrize("model_type", HF_FAMILIES)
+@pytest.mark.parametrize("model_type", [*HF_FAMILIES, "gemma4_unified_text"])
 def test_defaults_are_those_of_transformers(model_type):
     sizes = {"vocab_size": 99, **SIZES.get(model_type, USUAL)}
     whole = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
@@ -648,14 +648,20 @@ PROJECTOR = {"projector_input_dim": 16, "projector_output_dim": 16, "vision_outp
 
 @pytest.mark.parametrize(
     ("model_type", "case", "vision"),
-    [("mistral3", "ministral3", {"model_type": "pixtral"}), ("llama4", "llama4", PROJECTOR)],
+    [
+        ("mistral3", "ministral3", {"model_type": "pixtral"}),
+        ("llama4", "llama4", PROJECTOR),
+        ("gemma4", "gemma4 E2B", {"num_key_value_heads": 2, "head_dim": 8}),
+        ("gemma4_unified", "gemma4 31B", {"mm_embed_dim": 16, "mm_posemb_size": 4, "output_proj_dims": 32}),
+    ],  # fmt: skip
 )
-def test_language_models_of_mistral3_and_llama4(tmp_path, model_type, case, vision):
+def test_language_models_of_models_with_images(tmp_path, model_type, case, vision):
     kind, sizes = CASES[case]
+    kind = "gemma4_unified_text" if model_type == "gemma4_unified" else kind
     parts = {
         "text_config": {"model_type": kind, "vocab_size": VOCABULARY, **sizes},
         "vision_config": {**VISION, **vision},
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": case.startswith("gemma4"),
     }
     oracle = transformers_oracle.make_oracle(model_type, parts, VOCABULARY)
     oracle.save_pretrained(tmp_path)

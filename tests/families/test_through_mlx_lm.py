@@ -206,6 +206,6 @@ def test_what_mlx_lm_ignores_is_refused_of_families_of_the_decoder(model_type, t
     changes, expected = NATIVE_REFUSED[model_type]
     oracle = transformers_oracle.make_oracle(model_type, {**BASE, "head_dim": 8, **changes}, VOCABULARY, "eager")
     oracle.save_pretrained(tmp_path)
-    change_config(tmp_path, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}, rope_scaling=None)
+    change_config(tmp_path, rope_parameters={"rope_type": "telechat3-yarn", "rope_theta": 1e4}, rope_scaling=None)
     with pytest.raises(CheckpointError, match=f"{tmp_path}: .*{expected}"):
         load_model(tmp_path)

@@ -202,6 +202,7 @@ def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
     report = quantize(mixtures(kind), tmp_path / "gptq", method="gptq", calibration_text=texts[0], **settings)
     assert report.metrics.kl < 0.9 * rounded.metrics.kl and report.bits == rounded.bits
+    assert report.errors.keys() == report.bits.keys()
     assert any("switch_mlp" in module for module in report.bits) and sum(report.rounded_experts.values()) < 4
     assert not any(module.endswith((".gate", "shared_expert_gate")) for module in report.bits)
     searched = quantize(
@@ -276,7 +277,7 @@ def test_awq_finds_what_it_can_scale(kind, mixtures, monkeypatch):
     assert mx.abs(after - output).max() < 1e-4 * mx.abs(output).max()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "lfm2", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["mixtral", "lfm2"])
 def test_awq_reduces_the_divergence(kind, tiny_tokenizer, tmp_path, texts):
     """In models with a few channels larger than the others, as trained ones have them."""
     source = write_mixture(tmp_path / "source", kind, tiny_tokenizer)

@@ -27,7 +27,7 @@ _ROPE_NAMES = {
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
 }
-_MLX_LM_ROPE_TYPES = ("proportional", "telechat3-yarn")  # rope_types that only some of mlx_lm's models implement
+_MLX_LM_ROPE_TYPES = ("telechat3-yarn",)  # rope_types that only some of mlx_lm's models implement
 # The value that a model computes if it doesn't read the field.
 _IMPLICIT: dict[str, Any] = {
     "attn_logit_softcapping": None,
@@ -227,7 +227,6 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "gemma3_text": _gemma3,
-    "gemma4_unified_text": lambda values: {"hidden_size_per_layer_input": 0, **values},
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
     "longcat_flash": _longcat_flash,

@@ -99,7 +99,7 @@ def _layer_type(values: Mapping[str, Any], layer: int) -> str:
 
 def is_known(rope_type: Any) -> bool:
     """Whether `install_rope` computes this rope_type instead of leaving it to mlx_lm."""
-    return rope_type == "default" or rope_type in rope_scaling.SCALINGS
+    return rope_type == "default" or rope_type in rope_scaling.SCALINGS.keys() - {"proportional"}
 
 
 def unsupported_rope_type(rope_type: Any) -> CheckpointError:
@@ -113,7 +113,7 @@ def _layer_rope(module: nn.Module, rope: Mapping[str, Any], values: Mapping[str,
     if not is_known(rope_type):
         if isinstance(module, nn.RoPE):
             raise unsupported_rope_type(rope_type)
-        return module  # mlx_lm's own class, such as Gemma 4's "proportional"
+        return module  # mlx_lm's own class, such as TeleChat 3's
     dims = module.dims if isinstance(module, nn.RoPE) else 2 * module._freqs.size
     if _PARTIAL in rope:
         dims = int(_head_dim(values) * rope[_PARTIAL])
