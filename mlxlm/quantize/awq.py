@@ -131,7 +131,8 @@ def _scale(
     if isinstance(stats, InputStats):
         moments = stats.moments
     else:  # only experts read it
-        moments = sum((stats.of(expert)[1].moments for expert in range(len(weights[0][0]))), np.float32(0))
+        experts = range(len(weights[0][0]))
+        moments = sum((stats.of(expert)[1].moments for expert in experts), np.zeros((), np.float32))
     return _best_scale([(weight.reshape(-1, weight.shape[-1]), fmt) for weight, fmt in weights], moments, dtype)
 
 
