@@ -195,7 +195,7 @@ def test_an_evaluation_needs_memory(mixtures, tmp_path, texts, monkeypatch):
         quantize(source, tmp_path / "out", eval_text=texts[1])
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text"])
 def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     """Every method; mlx_lm reads the results as mlxlm does."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
