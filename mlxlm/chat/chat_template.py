@@ -317,7 +317,8 @@ class ChatTemplate:
 
     @cached_property
     def _tool_support(self) -> tuple[ToolFormat, MessageStyle] | None:
-        return derive_format(partial(self._render, values={"add_generation_prompt": False}))
+        render = partial(self._render, values={"add_generation_prompt": False})
+        return derive_format(render, self._tokenizer.special_tokens.keys())
 
     @cached_property
     def _has_system_role(self) -> bool:

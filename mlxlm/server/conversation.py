@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Message, parse_tools
-from mlxlm.chat.tool_grammar import constrain_calls
+from mlxlm.chat.tool_grammar import constrain_calls, excludes_reasoning
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.request import context_limit
@@ -218,13 +218,11 @@ class Conversation:
             GenerationError: The constraint isn't supported.
         """
         prompt, encoder = await self.encode(model), model.encoder
+        if excludes_reasoning(options):
+            prompt += encoder.start_of_answer(prompt)
         prefix = encoder.generation_prefix_of(prompt)
-        without_reasoning = options.constraint not in (None, "json_schema")
         options = await self.tool_use.constrain(model, options, prefix)
         await check_constraint(model, options, eos_token_ids)
-        if without_reasoning:
-            requests = sample_requests([prompt + encoder.start_of_answer(prompt)], options, eos_token_ids, n)
-            return [Text(index, request) for index, request in enumerate(requests)]
         requests = sample_requests([prompt], options, eos_token_ids, n, encoder.skip_special_tokens)
         return [Text(index, request, self._parser(encoder, prefix)) for index, request in enumerate(requests)]
 

@@ -64,6 +64,29 @@ _MISTRAL_TOKENS = (
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "</s>",
 )  # fmt: skip
+# A turn with calls ends with <|tool_response>, or goes on with the results.
+_GEMMA4 = (
+    "{% macro argument(value) %}{% if value is string %}{{ '<|\"|>' ~ value ~ '<|\"|>' }}"
+    "{% elif value is mapping %}{{ '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ argument(item) }}"
+    "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
+    "{{ bos_token }}{% if tools or messages[0].role == 'system' %}<|turn>system\n"
+    "{{ messages[0].content if messages[0].role == 'system' }}"
+    "{% for tool in tools %}declaration:{{ tool.function.name }}{description:{{ tool.function.description }}}"
+    "{% endfor %}<turn|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+    "{% if m.role == 'user' or loop.previtem is undefined or loop.previtem.role != 'tool' %}"
+    "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}"
+    "{% for call in m.tool_calls %}<|tool_call>call:{{ call.function.name }}{{ argument(call.function.arguments) }}"
+    "<tool_call|>{% endfor %}{{ m.content | trim }}"
+    "{% if not m.tool_calls %}<turn|>\n{% elif loop.last %}<|tool_response>{% endif %}"
+    "{% elif m.role == 'tool' %}<|tool_response>{response:{{ m.name }}{value:{{ argument(m.content) }}}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
+)
+_LFM2 = (
+    "{{ bos_token }}{% if tools %}<|im_start|>system\nList of tools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}" + _PROMPT
+)
 _LLAMA3_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 
 # Per family: the template, and its special tokens.
@@ -181,6 +204,24 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% for key, value in call.function.arguments | items %}{{ key }}=<v>{{ value }}</v>"
         "{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}<|im_end|>\n{% endfor %}" + _PROMPT,
         _CHATML,
+    ),
+    # With an object that isn't JSON.
+    "gemma4": (_GEMMA4, ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>')),
+    "functiongemma": (
+        _GEMMA4.replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>")
+        .replace('<|"|>', "<escape>").replace("<|tool_response>", "<start_function_response>"),
+        ("<|turn>", "<turn|>", "<start_function_call>", "<end_function_call>", "<start_function_response>"),
+    ),
+    "lfm2": (_LFM2.replace("CALLS", ""), (*_CHATML, "<|tool_call_start|>", "<|tool_call_end|>")),
+    "lfm2.5": (
+        _LFM2.replace(
+            "CALLS",
+            "{% if m.tool_calls %}<|tool_call_start|>[{% for call in m.tool_calls %}{{ call.function.name }}("
+            "{% for key, value in call.function.arguments.items() %}"
+            "{{ key }}={{ \"'\" ~ value ~ \"'\" if value is string else value }}{{ ', ' if not loop.last }}"
+            "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}",
+        ),
+        (*_CHATML, "<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     # With tags around arguments.
     "qwen3.5": (
