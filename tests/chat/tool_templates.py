@@ -76,6 +76,7 @@ _GEMMA4 = (
     "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
     "{% if m.role == 'user' or loop.previtem is undefined or loop.previtem.role != 'tool' %}"
     "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}"
+    "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}<channel|>{% endif %}"
     "{% for call in m.tool_calls %}<|tool_call>call:{{ call.function.name }}{{ argument(call.function.arguments) }}"
     "<tool_call|>{% endfor %}{{ m.content | trim }}"
     "{% if not m.tool_calls %}<turn|>\n{% elif loop.last %}<|tool_response>{% endif %}"
@@ -206,7 +207,10 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         _CHATML,
     ),
     # With an object that isn't JSON.
-    "gemma4": (_GEMMA4, ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>')),
+    "gemma4": (
+        _GEMMA4,
+        ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>'),
+    ),
     "functiongemma": (
         _GEMMA4.replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>")
         .replace('<|"|>', "<escape>").replace("<|tool_response>", "<start_function_response>"),
