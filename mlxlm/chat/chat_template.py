@@ -128,6 +128,8 @@ class ChatTemplate:
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         tags = reasoning_tags(source)
         self.may_reason, self.reasoning_tags = tags is not None, tags or THINK
+        has_key = "reasoning_content" in source or not re.search(r"\bthinking\b", source)
+        self._reasoning_key = "reasoning_content" if has_key else "thinking"  # GPT-OSS, LFM2.5
         self.has_effort = any(name in source for name in effort_variables("none"))
         self.skip_special_tokens = not self.special.search(self.reasoning_tags.open)
         self.eos_token_ids = self._find_eos_token_ids()
@@ -281,8 +283,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Tool], style: MessageStyle, values: Mapping[str, Any]
     ) -> str:
         shown_tools = [tool.to_dict() for tool in tools] or None
-        if self.reasoning_tags is HARMONY:
-            style = replace(style, reasoning_key="thinking")
+        style = replace(style, reasoning_key=self._reasoning_key)
         try:
             shown = [style.to_dict(message) for message in messages]
             return self._template.render(

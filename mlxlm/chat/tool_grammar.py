@@ -216,7 +216,7 @@ class _Grammar:
                 case ArgumentFormat() as format:
                     self._add_tagged(f"arguments_{number}", schema, tool, format)
                 case ObjectFormat() as format:
-                    _ObjectRules(self, format, tool, schema).add(f"arguments_{number}")
+                    _ObjectRules(self, format, tool, schema, f"arguments_{number}").add()
         self.rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
         suffix = self._pieces(self._format.suffix)
         separator = self._pieces((self._format.separator or "").removesuffix(self._quote))
@@ -318,16 +318,14 @@ class _Grammar:
 class _ObjectRules:
     """The rules of arguments in an `ObjectFormat`, with the members of objects in the order of the schema."""
 
-    def __init__(self, grammar: _Grammar, format: ObjectFormat, tool: Tool, schema: Mapping[str, Any]):
-        self._grammar, self._format, self._tool, self._root = grammar, format, tool, schema
-        self._name = ""
+    def __init__(self, grammar: _Grammar, format: ObjectFormat, tool: Tool, schema: Mapping[str, Any], name: str):
+        self._grammar, self._format, self._tool, self._root, self._name = grammar, format, tool, schema, name
         self._names: dict[int, str] = {}  # of the rules of schemas within the root, by the id of the schema
         self._separator, self._colon = ("/,[ ]?/", "/:[ ]?/") if format.is_python else ('","', '":"')
 
-    def add(self, name: str) -> None:
-        """Add the rule of the arguments."""
-        self._name = name
-        self._grammar.rules[name] = self._object(name, self._root, is_nested=False)
+    def add(self) -> None:
+        """Add the rules, of which the first has the name that was given."""
+        self._grammar.rules[self._name] = self._object(self._name, self._root, is_nested=False)
 
     def _value(self, schema: Any) -> str:
         """Return the name of the rule of a value."""
@@ -347,6 +345,7 @@ class _ObjectRules:
         elif choices and "type" not in schema:
             yield from map(self._value, choices)
         else:
+            _check_enforced(self._tool, schema, {"anyOf", "oneOf"})
             types = value_types(self._root, schema) or {*STRING, "number", "boolean", "null", "array", "object"}
             for kind in sorted(types):
                 yield self._typed(f"{name}_{kind}", kind, schema)
@@ -357,18 +356,16 @@ class _ObjectRules:
             case "object":
                 return self._object(name, schema)
             case "array":
-                item, least, most = (
-                    self._value(schema.get("items", True)),
-                    schema.get("minItems", 0),
-                    schema.get("maxItems"),
-                )
-                several = "" if most is None else max(0, most - 1)
-                more = f"{item} ({self._separator} {item}){{{max(0, least - 1)},{several}}}"
-                return f'"[" {"" if most == 0 else f"({more})"}{"" if least else "?"} "]"'
+                least, most = schema.get("minItems", 0), schema.get("maxItems")
+                if most == 0:
+                    return '"[" "]"'
+                item, more = self._value(schema.get("items", True)), "" if most is None else most - 1
+                items = f"{item} ({self._separator} {item}){{{max(0, least - 1)},{more}}}"
+                return f'"[" ({items}){"" if least else "?"} "]"'
             case "string":
                 return self._string(name, schema.get("minLength", 0), schema.get("maxLength"))
             case "boolean":
-                return " | ".join(f'"{word}"' for value in ("true", "false") for word in (value, value.title()))
+                return '"true" | "True" | "false" | "False"'
             case "null":
                 return '"null" | "None"'
         limits = {key: schema[key] for key in _NUMBER_KEYWORDS if key in schema}
@@ -399,13 +396,15 @@ class _ObjectRules:
         literal, separator = self._grammar.literal, self._separator
         colon = self._colon if is_nested else literal(self._format.between)
         required, additional = schema.get("required", ()), schema.get("additionalProperties", True)
+        properties = schema.get("properties", {})
+        properties = properties | {key: additional for key in required if key not in properties}
         rest, beginnings = "", [""]
         if additional is not False:
             key = self._string(name) if is_quoted else r"/[\w.-]+/"
             self._grammar.rules[f"{name}_more"] = f"({key}) {colon} {self._value(additional)}"
             rest = f"({separator} {name}_more)*"
             beginnings.append(f"{name}_more {rest}")
-        for number, (key, value) in reversed(list(enumerate(schema.get("properties", {}).items()))):
+        for number, (key, value) in reversed(list(enumerate(properties.items()))):
             keys = " | ".join(map(literal, self._texts(key))) if is_quoted else literal(key)
             member, after = f"{name}_{number}_member", f"{name}_{number}_rest"
             self._grammar.rules[member] = f"({keys}) {colon} {self._value(value)}"

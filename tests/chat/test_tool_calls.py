@@ -127,6 +127,12 @@ def test_calls_are_rendered_in_the_format(family, template):
         assert text.startswith(start + rendered)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma4", "lfm2"])
+def test_reasoning_before_a_call(family, template):
+    call = Message("assistant", "", tool_calls=(CALL,), reasoning_content="Hm.")
+    assert template.render([CONVERSATION[0], call, CONVERSATION[2]]).count("Hm.") == 1
+
+
 def test_ids_keep_the_length_that_a_template_asks_for(tokens):
     template = ChatTemplate(tokenizer_for("mistral", tokens))
     for id, shown in (("abc123XYZ", "abc123XYZ"), ("1", "000000001"), ("call_" + "f" * 30, "f" * 9)):

@@ -294,8 +294,11 @@ def test_arguments_that_a_schema_allows_by_itself(trained):
         {"properties": {}, "additionalProperties": {"type": "integer"}},
         {"properties": {}, "required": ["any"]},
     ):
-        grammar = tool_grammar(FORMATS["pythonic"], [Tool("f", parameters=parameters)], trained)
-        assert accepts_text(grammar, trained, FORMATS["pythonic"].render([ToolCall("1", "f", '{"any": 5}')]))
+        for family in ("pythonic", "gemma4", "lfm2"):
+            grammar = tool_grammar(FORMATS[family], [Tool("f", parameters=parameters)], trained)
+            for arguments, accepted in (('{"any": 5}', True), ("{}", "required" not in parameters)):
+                answer = FORMATS[family].render([ToolCall("1", "f", arguments)])
+                assert accepts_text(grammar, trained, answer) == accepted
 
 
 @pytest.mark.parametrize(

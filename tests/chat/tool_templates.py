@@ -86,7 +86,9 @@ _GEMMA4 = (
 )
 _LFM2 = (
     "{{ bos_token }}{% if tools %}<|im_start|>system\nList of tools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}" + _PROMPT
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
+    + _PROMPT
 )
 _LLAMA3_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 
