@@ -312,7 +312,7 @@ class ChatTemplate:
         """Return a message without <think>, which this template doesn't know."""
         reasoning, content = split(message.content)
         reasoning = message.reasoning_content or reasoning
-        if self.reasoning_tags is HARMONY and message.tool_calls:  # GPT-OSS refuses text in addition to reasoning
+        if message.tool_calls and self._tool_support and not self._tool_support[1].has_text_before_results:
             reasoning, content = "\n\n".join(filter(None, (reasoning, content))), ""
         return replace(message, content=content, reasoning_content=reasoning or None)
 

@@ -168,7 +168,8 @@ class SFTEncoder:
 
     def _spans(self, shown: list[Message], text: str, render: Callable[..., str]) -> Iterator[tuple[int, int]]:
         """Yield the span in `text` of each turn to learn: what follows its prompt, up to the end of its EOS token."""
-        in_calls = self._template.tool_format.render([ToolCall("", "f", '{"argument": ""}')] * 2)
+        format = self._template.tool_format
+        in_calls = format.render([ToolCall("", "f", '{"argument": ""}')] * 2)
         for n, message in enumerate(shown):
             if not _is_learned(message):
                 continue
@@ -179,8 +180,11 @@ class SFTEncoder:
                 hint = "a question and an answer each, without a system message"
                 raise TokenizerError(f"the chat template {self._template.name} {problem}", hint)
             behind = at + len(message.content)
-            tokens = self._template.special.finditer(text, behind)
-            end = next((token for token in tokens if not message.tool_calls or token[0] not in in_calls), None)
+            tokens = list(self._template.special.finditer(text, behind))
+            if message.tool_calls:  # they can follow special tokens around reasoning
+                calls = text.find(format.trigger, len(prompt))
+                tokens = [token for token in tokens if token[0] not in in_calls and token.start() > calls >= 0]
+            end = next(iter(tokens), None)
             is_eos = end is not None and self._tokenizer.special_tokens[end[0]] in self._end_token_ids
             if (
                 end is None

@@ -208,6 +208,7 @@ class MessageStyle:
         null_content: An answer without text has None as its content, not "".
         short_ids: The ids of calls are nine letters or digits (Mistral).
         reasoning_key: The field with the reasoning.
+        has_text_before_results: Whether a message with calls can have reasoning and text, which precede the results.
         calls_as_text: The format of calls that are put in front of the content, since the template doesn't show them.
     """
 
@@ -215,6 +216,7 @@ class MessageStyle:
     null_content: bool = False
     short_ids: bool = False
     reasoning_key: str = "reasoning_content"
+    has_text_before_results: bool = True
     calls_as_text: ToolFormat | None = None
 
     def to_dict(self, message: Message) -> dict[str, Any]:
@@ -287,7 +289,12 @@ def derive_format(render: _Render, special_tokens: Set[str]) -> tuple[ToolFormat
             separator = _without_id(text[spans[0][2] : spans[1][0]], two) if len(spans) == 2 else None
         except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
             separator = None
-        return replace(format, separator=separator), style
+        try:
+            texts = replace(one, content=_CONTENT, reasoning_content="?")
+            has_text = _CONTENT in render([question, texts, result], tools, style).partition(_RESULT)[0]
+        except TokenizerError:
+            has_text = False
+        return replace(format, separator=separator), replace(style, has_text_before_results=has_text)
     return None
 
 

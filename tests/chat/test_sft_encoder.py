@@ -268,6 +268,16 @@ def test_tools_and_calls_are_as_in_a_chat(tokens, family):
         assert read == template.render(talk[:n], tools=TOOLS)
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "gpt-oss", "gemma4", "lfm2"])
+def test_text_before_a_call_is_learned(tokens, family):
+    chat = tokenizer_for(family, tokens)
+    talk = [TALK[1], Message("assistant", "I look.", tool_calls=(CALL,)), Message("tool", "rain", tool_call_id=CALL.id)]
+    pieces = labeled_texts(chat, *SFTEncoder(chat, frozenset()).encode([*talk, TALK[2]], TOOLS))
+    call, answer = (text for label, text in pieces if label)
+    assert "I look." in call and "get_weather" in call and "Köln" in call and "rain" not in call
+    assert "Hi." in answer and "get_weather" not in answer
+
+
 def test_the_end_of_a_call_is_learned_if_it_is_an_eos_token_of_the_model(tokens):
     chat = tokenizer_for("functionary", tokens)
     talk = [TALK[1], Message("assistant", "", tool_calls=(CALL,)), TALK[1], TALK[2]]

@@ -131,6 +131,8 @@ def test_calls_are_rendered_in_the_format(family, template):
 def test_reasoning_before_a_call(family, template):
     call = Message("assistant", "", tool_calls=(CALL,), reasoning_content="Hm.")
     assert template.render([CONVERSATION[0], call, CONVERSATION[2]]).count("Hm.") == 1
+    text = template.render([CONVERSATION[0], replace(call, content="Let me see."), CONVERSATION[2]])
+    assert text.count("Hm.") == 1 and text.index("Let me see.") < text.index("rain")
 
 
 def test_ids_keep_the_length_that_a_template_asks_for(tokens):

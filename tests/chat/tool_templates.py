@@ -64,7 +64,7 @@ _MISTRAL_TOKENS = (
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "</s>",
 )  # fmt: skip
-# A turn with calls ends with <|tool_response>, or goes on with the results.
+# A turn with calls ends with <|tool_response>, or goes on with the results and then its text, which ends it.
 _GEMMA4 = (
     "{% macro argument(value) %}{% if value is string %}{{ '<|\"|>' ~ value ~ '<|\"|>' }}"
     "{% elif value is mapping %}{{ '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ argument(item) }}"
@@ -78,10 +78,11 @@ _GEMMA4 = (
     "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}"
     "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}<channel|>{% endif %}"
     "{% for call in m.tool_calls %}<|tool_call>call:{{ call.function.name }}{{ argument(call.function.arguments) }}"
-    "<tool_call|>{% endfor %}{{ m.content | trim }}"
-    "{% if not m.tool_calls %}<turn|>\n{% elif loop.last %}<|tool_response>{% endif %}"
-    "{% elif m.role == 'tool' %}<|tool_response>{response:{{ m.name }}{value:{{ argument(m.content) }}}"
-    "{% endif %}{% endfor %}"
+    "<tool_call|>{% endfor %}"
+    "{% set results = messages[loop.index:] | selectattr('role', 'equalto', 'tool') | list if m.tool_calls else [] %}"
+    "{% for r in results %}<|tool_response>response:{{ r.name }}{value:{{ argument(r.content) }}}{% endfor %}"
+    "{{ m.content | trim }}{% if m.tool_calls and not results %}<|tool_response>"
+    "{% elif m.content or not results %}<turn|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
 )
 _LFM2 = (
