@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlxlm.chat.harmony import CALL
 from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
 from mlxlm.chat.reasoning import HARMONY, THINK, effort_variables, reasoning_tags, split
-from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
+from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, number_calls, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.tokenizer import check_length
 from mlxlm.utils.errors import TokenizerError
@@ -176,6 +176,8 @@ class ChatTemplate:
         support = self._tool_support if parsed or any(m.tool_calls or m.role == "tool" for m in messages) else None
         if support is None:
             messages, parsed = to_plain_messages(messages, parsed, not parsed or self._has_system_role), ()
+        elif support[1].numbered_ids:
+            messages = number_calls(messages)
         try:
             text = self._render(messages, parsed, support[1] if support else MessageStyle(), values)
         except TokenizerError as error:

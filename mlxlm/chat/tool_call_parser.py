@@ -189,7 +189,7 @@ class ToolCallParser:
 
 
 def _match(text: str, literal: str, start: int) -> int | None:
-    """Return where `literal` ends that begins at `start`, but for white space; None if it doesn't."""
+    """Return where `literal` ends that begins at `start`, but for white space and other numbers; None if it doesn't."""
     for character in literal:
         if character.isspace():
             continue
@@ -197,9 +197,14 @@ def _match(text: str, literal: str, start: int) -> int | None:
             start += 1
         if start == len(text):
             raise _IncompleteError
-        if text[start] != character:
+        if character.isdigit() and text[start].isdigit():  # part of a number
+            start = next((n for n in range(start, len(text)) if not text[n].isdigit()), len(text))
+            if start == len(text):
+                raise _IncompleteError
+        elif text[start] != character:
             return None
-        start += 1
+        else:
+            start += 1
     return start
 
 

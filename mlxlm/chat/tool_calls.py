@@ -16,7 +16,7 @@ import os.path
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from mlxlm.chat.messages import Message, Tool, ToolCall
@@ -95,7 +95,7 @@ class ToolFormat:
 
     Attributes:
         prefix: The text before the name of the first call.
-        between: The text between a name and its arguments.
+        between: The text between a name and its arguments. A number in it is that of the call.
         suffix: The text after the last arguments.
         separator: The text between arguments and the next name; None if a text has only one call.
         arguments: The format of the arguments; None if they are a JSON object.
@@ -119,7 +119,10 @@ class ToolFormat:
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Return calls as text, with JSON as `json.dumps` writes it."""
-        bodies = (f"{call.name}{self.between}{self._render_arguments(call.parsed_arguments())}" for call in calls)
+        bodies = (
+            call.name + re.sub(r"\d+", str(n), self.between) + self._render_arguments(call.parsed_arguments())
+            for n, call in enumerate(calls)
+        )
         return f"{self.prefix}{(self.separator or self.suffix + self.prefix).join(bodies)}{self.suffix}"
 
     def _render_arguments(self, arguments: Mapping[str, Any]) -> str:
@@ -207,6 +210,7 @@ class MessageStyle:
         text_arguments: Arguments are JSON text, not a dict.
         null_content: An answer without text has None as its content, not "".
         short_ids: The ids of calls are nine letters or digits (Mistral).
+        numbered_ids: They are as `number_calls` makes them (Kimi K2).
         reasoning_key: The field with the reasoning.
         has_text_before_results: Whether a message with calls can have reasoning and text, which precede the results.
         calls_as_text: The format of calls that are put in front of the content, since the template doesn't show them.
@@ -215,6 +219,7 @@ class MessageStyle:
     text_arguments: bool = False
     null_content: bool = False
     short_ids: bool = False
+    numbered_ids: bool = False
     reasoning_key: str = "reasoning_content"
     has_text_before_results: bool = True
     calls_as_text: ToolFormat | None = None
@@ -245,7 +250,22 @@ class MessageStyle:
         return re.sub("[^a-zA-Z0-9]", "", id)[-SHORT_ID:].rjust(SHORT_ID, "0") if self.short_ids else id
 
 
-_STYLES = [MessageStyle(text, null, short) for short, null, text in product((False, True), repeat=3)]
+def number_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the ids of calls are functions.NAME:NUMBER, numbered from 0."""
+    ids: dict[str | None, str] = {}
+    numbers, numbered = count(), []
+    for message in messages:
+        calls = [replace(call, id=f"functions.{call.name}:{next(numbers)}") for call in message.tool_calls]
+        ids |= {call.id: new.id for call, new in zip(message.tool_calls, calls, strict=True)}
+        result_id = ids.get(message.tool_call_id, message.tool_call_id)
+        numbered.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_id))
+    return numbered
+
+
+_STYLES = [
+    *(MessageStyle(text, null, short) for short, null, text in product((False, True), repeat=3)),
+    MessageStyle(numbered_ids=True),
+]
 _Render = Callable[[Sequence[Message], Sequence[Tool], MessageStyle], str]
 
 _NAMES = ("probe_function", "second_function")
@@ -272,6 +292,8 @@ def derive_format(render: _Render, special_tokens: Set[str]) -> tuple[ToolFormat
         calls = [_probe_call(0, style), _probe_call(1, style)]
         one, two = (Message("assistant", "", tool_calls=tuple(calls[:n])) for n in (1, 2))
         result = Message("tool", _RESULT, tool_call_id=calls[0].id, name=_NAMES[0])
+        if style.numbered_ids:
+            (one, result), [two] = number_calls([one, result]), number_calls([two])
         try:
             if _NAMES[1] not in render([question], tools, style):
                 return None

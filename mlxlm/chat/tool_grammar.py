@@ -271,7 +271,8 @@ class _Grammar:
         return f"{name} {self.literal(rest)}"
 
     def _before_arguments(self, tool: Tool) -> str:
-        return self.literal(self._quote + tool.name + self._format.between)
+        before, *behind = re.split(r"\d+", self._format.between)
+        return " /[0-9]{1,4}/ ".join(map(self.literal, [self._quote + tool.name + before, *behind]))
 
     def _reasoning_rule(self) -> str:
         tags = self._tags

@@ -40,6 +40,12 @@ FORMATS = {
         "\n```<|tool_call_end|><|tool_calls_end|>",
         "\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>",
     ),
+    "kimi-k2": ToolFormat(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_end|><|tool_call_begin|>functions.",
+    ),
     "gpt-oss": ToolFormat("to=functions.", "<|channel|>commentary json<|message|>", "", None),  # one of its forms
     "chatml": JSON_FORMAT,
     "gemma-without-tools": JSON_FORMAT,
@@ -125,6 +131,19 @@ def test_calls_are_rendered_in_the_format(family, template):
         start += " "
     if not family.startswith(("mistral", "qwen3")):  # which show tools at the end, or reasoning
         assert text.startswith(start + rendered)
+
+
+def test_calls_are_numbered(tokens):
+    template = ChatTemplate(tokenizer_for("kimi-k2", tokens))
+    other = replace(CALL, id="b", name="x-1.y")
+    turn = [Message("assistant", "", tool_calls=(CALL, other)), Message("tool", "rain", tool_call_id="b")]
+    text = template.render([*turn, Message("user", "?"), *turn])
+    shown = [f"functions.{name}:{n}" for n, name in enumerate(["get_weather", "x-1.y"] * 2)]
+    assert all(text.count(f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>") == 1 for id in shown)
+    assert [text.count(f"Return of {id}\nrain") for id in shown] == [0, 1, 0, 1]
+    answer = FORMATS["kimi-k2"].render(calls_of(2)).replace(":1<", ":123<")
+    for chunks in ([answer], answer):
+        assert [name for name, _ in parse(FORMATS["kimi-k2"], chunks)[1]] == ["get_weather", "a"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma4", "lfm2"])

@@ -36,7 +36,7 @@ TOOLS = (
 )
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 DISTINCT = ["qwen2.5", "llama3", "mistral", "mistral-args", "gemma", "deepseek", "functionary"]
-DISTINCT += ["qwen3.5", "glm4.5", "glm4.7", "minimax-m2", "gemma4", "functiongemma", "lfm2", "lfm2.5"]
+DISTINCT += ["qwen3.5", "glm4.5", "glm4.7", "minimax-m2", "gemma4", "functiongemma", "lfm2", "lfm2.5", "kimi-k2"]
 
 
 def valid(name, arguments):

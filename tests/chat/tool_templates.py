@@ -192,6 +192,19 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
     ),
+    "kimi-k2": (
+        "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+        "{% for m in messages %}<|im_{{ 'system' if m.role == 'tool' else m.role }}|>{{ m.role }}<|im_middle|>"
+        "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+        "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}"
+        "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+        "{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+        "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}",
+        ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>",
+         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+         "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
     # Without tools: calls are text in the toolkit's own format.
     "chatml": ("{% for m in messages %}" + _TURN + "{% endfor %}" + _PROMPT, _CHATML),
     "gemma-without-tools": (
