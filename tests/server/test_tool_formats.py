@@ -86,3 +86,22 @@ def test_ollama(client, stream):
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
     assert calls == [{"a": '{"<b|>"}', "b": {"c": [1, ""]}}, {"a": ""}]
     assert "".join(message["content"] for message in messages) == "See."
+
+
+def test_results_go_back_to_the_model(request, client):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "x"}'}}
+    messages = [
+        {"role": "user", "content": "Look!"},
+        {"role": "assistant", "content": "See.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    ids = client.post("/tokenize", json={"messages": messages, "tools": [TOOL]}).json()["tokens"]
+    prompt = client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    if "gemma4" in request.node.name:  # text can't come before a call
+        thought = "<|channel>thought\nSee.<channel|>"
+        call_and_result = 'call:f{a:<|"|>x<|"|>}<tool_call|><|tool_response>response:f{value:<|"|>done<|"|>}'
+        assert prompt.endswith(f"Look!<turn|>\n<|turn>model\n{thought}<|tool_call>{call_and_result}")
+    else:
+        call_and_text = '<|tool_call_start|>[f(a="x")]<|tool_call_end|>See.<|im_end|>\n'
+        result = "<|im_start|>tool\ndone<|im_end|>\n<|im_start|>assistant\n"
+        assert prompt.endswith(f"Look!<|im_end|>\n<|im_start|>assistant\n{call_and_text}{result}")
