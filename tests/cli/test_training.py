@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 
 from mlxlm.cli import training
@@ -135,7 +136,8 @@ def test_a_stop_in_the_last_step_of_a_run_ends_the_sweep(monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.experiments.sweep.is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
     sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=Path("my grid"))
-    assert training.train_sweep(sweep, runs) == ([], 143) and made == ["one"]
+    with click.Context(click.Command("scaling")):
+        assert training.train_sweep(sweep, runs) == ([], 143) and made == ["one"]
     assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "mlxlm scaling --resume 'my grid'"]
 
 
