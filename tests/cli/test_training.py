@@ -150,5 +150,7 @@ def test_a_finished_run_gets_its_report(monkeypatch, tmp_path, has_report):
     monkeypatch.setattr(training, "run_training", lambda run, **_: trained.append(run) or Finished(*[1] * 6, run.path))
     monkeypatch.setattr("mlxlm.experiments.sweep.is_finished", lambda run: True)
     run = SimpleNamespace(path=tmp_path)
-    assert training.train_sweep(SimpleNamespace(), [("one", lambda: run)]) == ([], 0)
+    sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=tmp_path)
+    with click.Context(click.Command("scaling")):
+        assert training.train_sweep(sweep, [("one", lambda: run)]) == ([], 0)
     assert trained == ([] if has_report else [run])
