@@ -161,7 +161,6 @@ def _run(args: list[str] | None) -> int:
         args = sys.argv[1:] if args is None else args
         with app.make_context("mlxlm", list(args)) as context:
             context.meta["mlxlm.start_time"] = start_time  # for commands with a time limit
-            context.meta["mlxlm.arguments"] = args
             # rich, which takes a while to import, is needed for a download only
             download.show_progress = lambda *args: importlib.import_module("mlxlm.cli.render").show_download(*args)
             app.invoke(context)

@@ -359,9 +359,7 @@ class ModelConfig:
         """The mixer, the feed-forward and further sublayers of each layer; layers of one kind share them."""
         layers = range(self.num_hidden_layers)
         kinds = [(self.mixer(i), self.mlp(i), self.window(i) is None, self.shares_kv(i)) for i in layers]
-        others = ([experts] if self.enable_moe_block else []) + (
-            [per_layer_input] if self.hidden_size_per_layer_input else []
-        )
+        others = [experts] * self.enable_moe_block + [per_layer_input] * bool(self.hidden_size_per_layer_input)
         made = {
             kind: tuple(sublayer(self, i) for sublayer in (MIXERS[kind[0]], MLPS[kind[1]], *others))
             for kind, i in zip(kinds, layers, strict=True)

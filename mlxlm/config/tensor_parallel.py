@@ -46,7 +46,7 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     part = config.with_changes(**changes, head_dim=config.head_dim)
     for kinds in set(zip(config.layer_sublayers, part.layer_sublayers, strict=True)):
         whole, own = (sublayers[:2] for sublayers in kinds)  # all processes have the others whole, or they have experts
-        if size > 1 and any(a.matrices == b.matrices for a, b in zip(whole, own, strict=True)):
+        if size > 1 and any(a.matrices and a.matrices == b.matrices for a, b in zip(whole, own, strict=True)):
             raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
     return part
 

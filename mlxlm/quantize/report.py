@@ -129,9 +129,8 @@ class QuantizationReport:
 
     def worst_layers(self, n: int = 5) -> list[str]:
         """The modules with the largest errors, worst first; without embeddings if errors are of outputs."""
-        tables = {"model.embed_positions", "model.embed_tokens_per_layer"} | (
-            {"model.embed_tokens"} if "lm_head" in self.bits else set()
-        )
+        tables = {"model.embed_positions", "model.embed_tokens_per_layer"}
+        tables |= {"model.embed_tokens"} if "lm_head" in self.bits else set()
         ranked = [name for name in self.errors if self.error_of == "weights" or name not in tables]
         return sorted(ranked, key=lambda name: self.errors[name], reverse=True)[:n]
 
