@@ -7,7 +7,7 @@ that no activations are kept: |ΔW X|² = tr(ΔW · XᵀX · ΔWᵀ).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,15 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config.quantization import Format
 from mlxlm.quantize import calibrate
-from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, get_submodule, is_stack, recording
+from mlxlm.quantize.calibrate import (
+    CalibratedMethod,
+    ExpertInputs,
+    InputStats,
+    Matrices,
+    get_submodule,
+    is_stack,
+    recording,
+)
 from mlxlm.quantize.rtn import PackedMatrix, dequantized, quantize_rtn
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's RMS, which gives its scale; 0 is no scaling
@@ -247,6 +255,6 @@ class AWQ(CalibratedMethod):
             self._groups[kind] = find_scale_groups(block, run)
         return apply_best_scales(block, self._groups[kind], inputs, formats, dtype)
 
-    def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
+    def quantize(self, matrices: Matrices, inputs: InputStats) -> Iterator[PackedMatrix]:
         """Round with the best clip ratio of each group."""
-        return quantize_clipped(module, weight, inputs.moments, fmt)
+        return (quantize_clipped(name, weight, inputs.moments, fmt) for name, weight, fmt in matrices)

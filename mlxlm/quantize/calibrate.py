@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_flatten
 from mlxlm.config.quantization import Format
 from mlxlm.model.experts import Blocks
 from mlxlm.quantize.intercept import intercept
@@ -20,6 +20,10 @@ from mlxlm.quantize.rtn import PackedMatrix
 
 _BATCH_TOKENS = 2048  # that go through a block at once
 MIN_EXPERT_TOKENS = 64  # fewer say little about the inputs of an expert
+
+
+# Name, 16-bit weights and format of each.
+Matrices = Sequence[tuple[str, mx.array, Format]]
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,14 @@ class CalibratedMethod:
         """
         return inputs, set()
 
-    def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
-        """Quantize rows of a matrix, 16-bit `[rows, width]`; scales and biases have its dtype."""
-        raise NotImplementedError
+    def quantize(self, matrices: Matrices, inputs: InputStats) -> Iterable[PackedMatrix]:
+        """Quantize matrices that read the same inputs.
 
-    def end_block(self) -> None:
-        """Free what the matrices of one block share."""
+        Args:
+            matrices: `[rows, width]`. Scales and biases get the dtype of the weights.
+            inputs: Statistics of their inputs.
+        """
+        raise NotImplementedError
 
 
 class ExpertInputs:
@@ -108,7 +114,7 @@ class ExpertInputs:
             chosen = uses[experts == expert]
             if len(chosen):
                 rows = x[mx.array(chosen)].astype(mx.float32)
-                count, moments = count + len(chosen), moments + rows.T @ rows
+                count, moments = count + len(chosen), moments + _second_moments(rows)
         stats = InputStats(np.array(moments))
         if self._scale is None or not count:
             return count, stats
@@ -169,7 +175,7 @@ class _InputRecorder:
                 self._experts.setdefault(name, ExpertInputs()).add(x, *experts)
                 continue
             flat = _flatten(x)
-            products = [mx.square(flat).sum(axis=0) if self._diagonal else flat.T @ flat]
+            products = [mx.square(flat).sum(axis=0) if self._diagonal else _second_moments(flat)]
             if name in self._source_inputs:
                 products.append((_flatten(self._source_inputs[name][0]) - flat).T @ flat)
             before = self._sums.get(name)
@@ -188,6 +194,14 @@ class _InputRecorder:
 def _flatten(x: mx.array) -> mx.array:
     """[tokens, width] float32."""
     return x.reshape(-1, x.shape[-1]).astype(mx.float32)
+
+
+def _second_moments(x: mx.array) -> mx.array:
+    """XᵀX of `x` `[tokens, width]`. On a CPU, numpy computes one half of it, in half of the time that MLX takes."""
+    if not ON_CPU:
+        return x.T @ x
+    values = np.array(x, copy=False)
+    return mx.array(values.T @ values)
 
 
 @contextmanager
@@ -232,11 +246,13 @@ def _embed(model: Layers, windows: np.ndarray) -> list[mx.array]:
 
 
 def calibrate_layers(
-    source: Layers | None,
     model: Layers,
     windows: np.ndarray,
-    on_layer: OnLayer | None,
-    progress: Callable[[], None],
+    on_layer: OnLayer | None = None,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    source: Layers | None = None,
+    diagonal: bool = False,
 ) -> Mapping[str, InputStats | ExpertInputs]:
     """Run the calibration text through a model, and quantize each layer on the way.
 
@@ -245,11 +261,12 @@ def calibrate_layers(
     (67 MB each for 16,384 tokens of width 1024).
 
     Args:
-        source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`; or None.
         model: The model to calibrate on, with the embedding as it was quantized.
         windows: Tokens, int `[N, T]`.
         on_layer: Called for each layer; None leaves the layers as they are.
         progress: Called after each layer.
+        source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`.
+        diagonal: Sum only the squares of the inputs: moments are `[width]`. Layers must stay as they are.
 
     Returns:
         Statistics of the inputs of the matrices after the last layer, by name.
@@ -259,22 +276,26 @@ def calibrate_layers(
     for index, name in enumerate(model.names):
         layer = model.load(index)
         if on_layer is not None:
-            with recording(layer) as recorder:
+            with recording(layer, diagonal) as recorder:
                 for i, state in enumerate(states):
                     if source_states is not None:
                         source_states[i] = model.run(layer, index, i, source_states[i])
                         mx.eval(source_states[i])
                         recorder.end_source()
-                    mx.eval(model.run(layer, index, i, state))
+                    output = model.run(layer, index, i, state)
+                    mx.eval(output)
                     recorder.end_batch()
+                    if diagonal:
+                        states[i] = output
             on_layer(name, layer, partial(model.run, layer, index, 0, states[0]), recorder.stats())
-        for i, state in enumerate(states):
-            states[i] = model.run(layer, index, i, state)
-            mx.eval(states[i])
+        if on_layer is None or not diagonal:
+            for i, state in enumerate(states):
+                states[i] = model.run(layer, index, i, state)
+                mx.eval(states[i])
         del layer  # before the next one is read
         mx.clear_cache()
         progress()
-    recorder = _InputRecorder()
+    recorder = _InputRecorder(diagonal)
     for i, state in enumerate(states):
         if source_states is not None:
             _record_all(recorder, model.head_inputs(i, source_states[i]))
@@ -282,36 +303,6 @@ def calibrate_layers(
         _record_all(recorder, model.head_inputs(i, state))
         recorder.end_batch()
     return recorder.stats()
-
-
-def mean_squares(model: Layers, windows: np.ndarray, progress: Callable[[int, int], None]) -> dict[str, np.ndarray]:
-    """Run a text through a model; return the mean square of each input channel of its layers' matrices, by name.
-
-    That is `[width]`, and for a matrix for each expert `[experts, width]`.
-
-    Args:
-        model: The model.
-        windows: Tokens, int `[N, T]`.
-        progress: Called as `progress(done, total)` after each layer.
-    """
-    states, result = _embed(model, windows), {}
-    for index, name in enumerate(model.names):
-        layer = model.load(index)
-        with recording(layer, diagonal=True) as recorder:
-            for i, state in enumerate(states):
-                states[i] = model.run(layer, index, i, state)
-                mx.eval(states[i])
-                recorder.end_batch()
-        for matrix, stats in recorder.stats().items():
-            if isinstance(stats, ExpertInputs):
-                squares = stats.mean_squares(get_submodule(layer, matrix).num_experts)
-            else:
-                squares = stats.moments / windows.size
-            result[f"{name}.{matrix}"] = squares
-        del layer  # before the next one is read
-        mx.clear_cache()
-        progress(index + 1, len(model.names))
-    return result
 
 
 def _record_all(recorder: _InputRecorder, inputs: Mapping[str, mx.array]) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 
 from mlxlm.backend.mlx import mx
 from mlxlm.config.quantization import BITS, GROUP_SIZES, Format
-from mlxlm.quantize.gptq import gptq, output_error, row_errors
+from mlxlm.quantize.calibrate import InputStats
+from mlxlm.quantize.gptq import GPTQ, output_error, row_errors
 from mlxlm.quantize.rtn import dequantized, pack, quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 
@@ -23,6 +24,11 @@ def test_packed_values_come_back(bits, group, groups, rows, seed):
     assert packed.shape == (rows, group * groups * bits // 32) and packed.dtype == mx.uint32
     ones, zeros = mx.ones((rows, groups)), mx.zeros((rows, groups))
     assert np.array_equal(np.array(mx.dequantize(packed, ones, zeros, group_size=group, bits=bits)), values)
+
+
+def gptq(weight, moments, chosen, dxxt=None):
+    [packed] = GPTQ().quantize([("", weight, chosen)], InputStats(moments, dxxt))
+    return packed
 
 
 def relative_error(*arguments) -> float:
