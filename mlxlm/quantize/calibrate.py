@@ -33,10 +33,19 @@ class InputStats:
     Attributes:
         moments: XᵀX of the inputs X in the model as quantized so far.
         dxxt: (X₀ - X)ᵀX with the unquantized model's inputs X₀ at the same tokens; None if it wasn't run.
+        transposed: Whether the layer computes X W instead of X Wᵀ: `embed_q` of latent attention.
     """
 
     moments: np.ndarray
     dxxt: np.ndarray | None = None
+    transposed: bool = False
+
+    def by_output(self, weight: np.ndarray) -> np.ndarray:
+        """Weights `[outputs, width]`, from `[rows, columns]` of one matrix, or if `transposed` of each head's."""
+        if not self.transposed:
+            return weight
+        width, columns = len(self.moments), weight.shape[1]
+        return weight.reshape(-1, width, columns).swapaxes(1, 2).reshape(-1, width)
 
     def divided_by(self, scale: np.ndarray) -> InputStats:
         """Statistics of the inputs divided by `scale` `[width]`, without `dxxt`."""
@@ -153,10 +162,13 @@ class _InputRecorder:
         self._sums: dict[str, list[mx.array]] = {}  # by the first layer with these inputs
         self._experts: dict[str, ExpertInputs] = {}  # the same
         self._first_layer: dict[str, str] = {}  # layer -> first layer with the same inputs
+        self._transposed: set[str] = set()
 
-    def record(self, name: str, *inputs: mx.array) -> None:
+    def record(self, name: str, *inputs: mx.array, transpose: bool = True) -> None:
         """Record the input of a layer, and for a layer of experts, which of them reads what."""
         self._inputs[name] = inputs
+        if not transpose:
+            self._transposed.add(name)
 
     def end_source(self) -> None:
         """The inputs recorded so far were the source's."""
@@ -167,7 +179,7 @@ class _InputRecorder:
         first: dict[tuple[int, ...], str] = {}
         for name, inputs in self._inputs.items():
             x, *experts = inputs
-            leader = self._first_layer[name] = first.setdefault(tuple(map(id, inputs)), name)
+            leader = self._first_layer[name] = first.setdefault((name in self._transposed, *map(id, inputs)), name)
             if leader != name:
                 continue
             if experts:
@@ -186,7 +198,9 @@ class _InputRecorder:
     def stats(self) -> dict[str, InputStats | ExpertInputs]:
         """By layer, one object for layers with the same inputs. Hands the sums over without a copy."""
         stats: dict[str, InputStats | ExpertInputs] = dict(self._experts)
-        stats |= {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
+        for name, sums in self._sums.items():
+            moments, *dxxt = (np.array(x, copy=False) for x in sums)
+            stats[name] = InputStats(moments, dxxt[0] if dxxt else None, name in self._transposed)
         self._sums, self._experts = {}, {}
         return {name: stats[first] for name, first in self._first_layer.items()}
 
@@ -206,14 +220,22 @@ def _second_moments(x: mx.array) -> mx.array:
 
 @contextmanager
 def recording(module: nn.Module, diagonal: bool = False) -> Iterator[_InputRecorder]:
-    """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert."""
+    """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert.
+
+    Also of those with a matrix for each head, if all heads have the same input, but not with `diagonal`.
+    """
     recorder = _InputRecorder(diagonal)
     leaves = dict(tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module))
-    recorded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Linear) or is_stack(leaf)}
+    recorded = {
+        name: leaf
+        for name, leaf in leaves.items()
+        if isinstance(leaf, nn.Linear) or is_stack(leaf) or (is_per_head(leaf) and not diagonal)
+    }
     classes = {name: type(leaf) for name, leaf in recorded.items()}
 
     def call(name: str, count: int, layer: Callable[..., mx.array], *inputs: Any, **options: Any) -> mx.array:
-        recorder.record(name, *inputs[:count])
+        if not is_per_head(recorded[name]) or inputs[0].shape[1] == 1:
+            recorder.record(name, *inputs[:count], transpose=options.get("transpose", True))
         return layer(*inputs, **options)
 
     for name, leaf in recorded.items():
@@ -233,6 +255,12 @@ OnLayer = Callable[[str, nn.Module, Callable[[], mx.array], Mapping[str, InputSt
 def is_stack(module: nn.Module) -> bool:
     """Whether this is a `SwitchLinear` of mlx_lm or mlxlm, which has a matrix `[out, in]` for each expert."""
     return hasattr(module, "num_experts") and "weight" in module and module.weight.ndim == 3
+
+
+def is_per_head(module: nn.Module) -> bool:
+    """Whether this is a `HeadLinear` or mlx_lm's `MultiLinear`, which has a matrix `[out, in]` for each head."""
+    is_linear = hasattr(module, "to_quantized") and not hasattr(module, "num_experts")
+    return is_linear and "weight" in module and module.weight.ndim == 3
 
 
 def _embed(model: Layers, windows: np.ndarray) -> list[mx.array]:

@@ -58,25 +58,30 @@ class GPTQ(CalibratedMethod):
             correction = CORRECTION * np.linalg.solve(hessian, inputs.dxxt.T / mean).T
         del hessian  # as large as the moments, which are the largest thing there is
         for _, weight, fmt in matrices:
-            aim, plain = as_numpy(weight), quantize_rtn(weight, fmt)
+            aim, plain = inputs.by_output(as_numpy(weight)), quantize_rtn(weight, fmt)
             if correction is not None:
-                aim += aim @ correction
-            own = _round_columns(aim, factor, fmt, weight.dtype)
-            own_errors, plain_errors = (row_errors(aim, packed, fmt, moments) for packed in (own, plain))
-            better = mx.array(own_errors < plain_errors)[:, None]
+                aim = aim + aim @ correction
+            own = _round_columns(aim, factor, fmt, weight, inputs.transposed)
+            # Of each row, or if groups are of several outputs, of each head.
+            heads = weight.shape[0] // (len(moments) if inputs.transposed else 1)
+            own_errors, plain_errors = (
+                row_errors(aim, packed, fmt, inputs).reshape(heads, -1).sum(axis=1) for packed in (own, plain)
+            )
+            better = mx.array(np.repeat(own_errors < plain_errors, weight.shape[0] // heads))[:, None]
             yield PackedMatrix(*(mx.where(better, a, b) for a, b in zip(own, plain, strict=True)))
 
 
-def row_errors(weight: np.ndarray, packed: PackedMatrix, fmt: Format, moments: np.ndarray) -> np.ndarray:
-    """Squared change of each row's output on the calibration inputs, diag(ΔW · XᵀX · ΔWᵀ) `[rows]`."""
-    change = as_numpy(dequantized(packed, fmt)) - weight
-    return np.einsum("ij,ij->i", change @ moments, change)
+def row_errors(weight: np.ndarray, packed: PackedMatrix, fmt: Format, inputs: InputStats) -> np.ndarray:
+    """Squared change of each output on the calibration inputs, diag(ΔW · XᵀX · ΔWᵀ) `[outputs]`."""
+    change = inputs.by_output(as_numpy(dequantized(packed, fmt))) - weight
+    return np.einsum("ij,ij->i", change @ inputs.moments, change)
 
 
-def output_error(weight: mx.array, packed: PackedMatrix, fmt: Format, moments: np.ndarray) -> np.ndarray:
+def output_error(weight: mx.array, packed: PackedMatrix, fmt: Format, inputs: InputStats) -> np.ndarray:
     """|ΔW X|² and |W X|² on the calibration inputs, float64 `[2]`."""
-    source = as_numpy(weight)
-    return np.array([row_errors(source, packed, fmt, moments).sum(), np.vdot(source @ moments, source)], np.float64)
+    source = inputs.by_output(as_numpy(weight))
+    changed = row_errors(source, packed, fmt, inputs).sum()
+    return np.array([changed, np.vdot(source @ inputs.moments, source)], np.float64)
 
 
 def as_numpy(value: mx.array) -> np.ndarray:
@@ -98,30 +103,43 @@ def _damped_cholesky(hessian: np.ndarray) -> np.ndarray:
     raise CheckpointError("the moments of the calibration inputs are not positive definite", "another calibration text")
 
 
-def _round_columns(aim: np.ndarray, factor: np.ndarray, fmt: Format, dtype: mx.Dtype) -> PackedMatrix:
-    """Round `aim` `[rows, width]`; scales and biases get the dtype.
+def _round_columns(
+    aim: np.ndarray, factor: np.ndarray, fmt: Format, weight: mx.array, transposed: bool
+) -> PackedMatrix:
+    """Round `aim` `[outputs, width]`, in the layout and dtype of `weight`.
 
-    To column k, the errors of the columns before are added, times R[:k, k] / R[k, k]; then it is rounded.
+    To column k, the errors of the columns before are added, times R[:k, k] / R[k, k]; then it is rounded. A group is
+    of some columns, or if `transposed` of some outputs.
     """
-    rows, width = aim.shape
+    outputs, width = aim.shape
     size, top = fmt.group_size, 2**fmt.bits - 1
-    errors = np.ascontiguousarray(aim.T)  # a column is a row here, in one piece; once rounded, its error
-    values = np.empty((width, rows), np.uint8)
-    scales, biases = (np.empty((width // size, rows), np.float32) for _ in range(2))
+    errors = aim.T.copy()  # a column is a row here, in one piece; once rounded, its error
+    values = np.empty((width, outputs), np.uint8)
+    shape = (width, outputs // size) if transposed else (width // size, outputs)
+    scales, biases = (np.empty(shape, np.float32) for _ in range(2))
     for group, start in enumerate(range(0, width, size)):
         part = slice(start, start + size)
         corner = factor[part, part]
-        # What the columns of the group would be without rounding them.
+        # What the columns would be without rounding them.
         left = errors[part] + (factor[:start, part] @ np.linalg.inv(corner)).T @ errors[:start]
-        scale, bias = scales[group], biases[group] = _range(left, np.square(np.diag(corner)), fmt, dtype)
-        divisor = np.where(scale == 0, 1, scale)  # underflow: the value is then the bias, whatever the number
+        if not transposed:
+            scale, bias = scales[group], biases[group] = _range(left, np.square(np.diag(corner)), fmt, weight.dtype)
         shares = (corner / np.diag(corner)).T
-        for column in range(size):
+        for column, k in enumerate(range(width)[part]):
             target = left[column] + shares[column, :column] @ left[:column]
-            whole = values[start + column] = np.clip(np.rint((target - bias) / divisor), 0, top)
+            if transposed:
+                scales[k], biases[k] = _range(target.reshape(-1, size).T, np.ones(size, np.float32), fmt, weight.dtype)
+                scale, bias = np.repeat(scales[k], size), np.repeat(biases[k], size)
+            divisor = np.where(scale == 0, 1, scale)  # underflow: the value is then the bias, whatever the number
+            whole = values[k] = np.clip(np.rint((target - bias) / divisor), 0, top)
             left[column] -= whole * scale + bias
-            errors[start + column] -= whole * scale + bias
-    return PackedMatrix(pack(values.T, fmt.bits), *(mx.array(part.T).astype(dtype) for part in (scales, biases)))
+            errors[k] -= whole * scale + bias
+    heads = weight.shape[0] // width if transposed else 1
+    values, scales, biases = (
+        x.reshape(width, heads, -1).swapaxes(0, 1).reshape(heads * width, -1) if transposed else x.T
+        for x in (values, scales, biases)
+    )
+    return PackedMatrix(pack(values, fmt.bits), *(mx.array(x).astype(weight.dtype) for x in (scales, biases)))
 
 
 def _range(group: np.ndarray, importance: np.ndarray, fmt: Format, dtype: mx.Dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -19,14 +19,7 @@ from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize import calibrate
 from mlxlm.quantize.awq import AWQ
-from mlxlm.quantize.calibrate import (
-    CalibratedMethod,
-    ExpertInputs,
-    InputStats,
-    Matrices,
-    calibrate_layers,
-    get_submodule,
-)
+from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, Matrices, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
 from mlxlm.quantize.gptq import GPTQ, output_error
 from mlxlm.quantize.layers import layers_of
@@ -125,12 +118,12 @@ def quantize_calibrated(
         progress(next(done), total)
 
     if tied is not None:
-        stats = calibrate_layers(source, windows[::_TIED_SHARE], progress=report)[tied]
+        stats = calibrate.calibrate_layers(source, windows[::_TIED_SHARE], progress=report)[tied]
         tied_moments = stats.moments if isinstance(stats, InputStats) else None
     embeddings = quantizer.quantize_tables(source.tables, tied, tied_moments)
     calibrated = layers_of(checkpoint.with_tensors({**checkpoint.tensors, **embeddings}))
     unquantized = source if method.runs_source else None
-    head_inputs = calibrate_layers(calibrated, windows, quantizer.quantize_layer, report, source=unquantized)
+    head_inputs = calibrate.calibrate_layers(calibrated, windows, quantizer.quantize_layer, report, source=unquantized)
     for name, inputs in head_inputs.items():
         if name not in source.tables and plan.formats.get(name) is not None:
             quantizer.quantize_head(name, inputs)
@@ -156,11 +149,11 @@ class _LayerQuantizer:
                 continue
             tensor = self._checkpoint.tensors[f"{module}.weight"]
             moments: np.ndarray = np.eye(tensor.shape[1], dtype=np.float32)
-            error_moments = moments
+            measured = None
             if module == tied and tied_moments is not None:
                 moments = moments + tied_moments / max(float(np.mean(np.diag(tied_moments))), 1e-30)
-                error_moments = tied_moments
-            [packed] = self._quantize([(module, tensor.read(), fmt)], InputStats(moments), error_moments)
+                measured = InputStats(tied_moments)
+            [packed] = self._quantize([(module, tensor.read(), fmt)], InputStats(moments), measured)
             stored = self._save(module, packed.parts(module))
             embeddings |= dequantize_tensors(stored, self._plan.quantization_config())
         return embeddings
@@ -215,9 +208,9 @@ class _LayerQuantizer:
         self,
         matrices: Matrices,
         inputs: InputStats | ExpertInputs | None,
-        error_moments: np.ndarray | None = None,
+        measured: InputStats | None = None,
     ) -> list[PackedMatrix]:
-        """Quantize matrices that read the same inputs, and record their errors, on inputs with other moments if given.
+        """Quantize matrices that read the same inputs, and record their errors, on inputs `measured` if given.
 
         What has no inputs is rounded to nearest: matrices of a kind that isn't calibrated, and experts that read less
         than `calibrate.MIN_EXPERT_TOKENS`.
@@ -229,7 +222,7 @@ class _LayerQuantizer:
             return rounded
         try:
             if isinstance(inputs, InputStats):
-                results = self._quantize_matrices(matrices, inputs, error_moments)
+                results = self._quantize_matrices(matrices, inputs, measured)
             else:
                 results = self._quantize_experts(matrices, inputs)
         except CheckpointError as error:
@@ -239,36 +232,45 @@ class _LayerQuantizer:
         return [packed for packed, _ in results]
 
     def _quantize_matrices(
-        self, matrices: Matrices, inputs: InputStats, error_moments: np.ndarray | None = None
+        self, matrices: Matrices, inputs: InputStats, measured: InputStats | None = None
     ) -> list[tuple[PackedMatrix, np.ndarray]]:
-        """Quantize matrices `[rows, width]`; returns each with the parts of its error, see `output_error`."""
-        error_moments = inputs.moments if error_moments is None else error_moments
+        """Quantize matrices `[rows, width]`, or `[heads, rows, width]`.
+
+        Returns:
+            Each with the parts of its error, see `output_error`.
+        """
         pieces = [
-            (module, weight[start : start + _ROWS], fmt)
+            (module, rows[start : start + count], fmt)
             for module, weight, fmt in matrices
-            for start in range(0, weight.shape[0], _ROWS)
+            for rows in [weight.flatten(0, -2)]
+            for count in [len(rows) if inputs.transposed else _ROWS]
+            for start in range(0, len(rows), count)
         ]
         found: dict[str, list[tuple[PackedMatrix, np.ndarray]]] = {module: [] for module, _, _ in matrices}
         for (module, rows, fmt), packed in zip(pieces, self._method.quantize(pieces, inputs), strict=True):
-            found[module].append((packed, output_error(rows, packed, fmt, error_moments)))
+            found[module].append((packed, output_error(rows, packed, fmt, measured or inputs)))
             mx.eval(packed)
             mx.clear_cache()
-        return [_join(PackedMatrix.concatenate_rows, parts) for parts in found.values()]
+        results = []
+        for module, weight, _ in matrices:
+            packed, squared = _join(PackedMatrix.concatenate_rows, found[module])
+            shaped = PackedMatrix(*(x if x is None else mx.unflatten(x, 0, weight.shape[:-1]) for x in packed))
+            results.append((shaped, squared))
+        return results
 
     def _quantize_experts(self, matrices: Matrices, inputs: ExpertInputs) -> list[tuple[PackedMatrix, np.ndarray]]:
         """Quantize matrices `[experts, rows, width]`; see `_quantize_matrices`."""
-        experts = []
+        experts: list[list[tuple[PackedMatrix, np.ndarray]]] = []
         for expert in range(matrices[0][1].shape[0]):
             tokens, stats = inputs.of(expert)
             own = [(module, weight[expert], fmt) for module, weight, fmt in matrices]
             if tokens >= calibrate.MIN_EXPERT_TOKENS:
                 experts.append(self._quantize_matrices(own, stats))
                 continue
-            rounded = [(quantize_rtn(weight, fmt), weight, fmt) for _, weight, fmt in own]
-            experts.append(
-                [(p, output_error(w, p, f, stats.moments) if tokens else np.zeros(2)) for p, w, f in rounded]
-            )
-            for module, _, _ in own:
+            experts.append([])
+            for module, rows, fmt in own:
+                packed = quantize_rtn(rows, fmt)
+                experts[-1].append((packed, output_error(rows, packed, fmt, stats) if tokens else np.zeros(2)))
                 self._rounded_experts[module] = self._rounded_experts.get(module, 0) + 1
         return [_join(PackedMatrix.stack, parts) for parts in zip(*experts, strict=True)]
 
