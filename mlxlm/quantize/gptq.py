@@ -2,7 +2,7 @@
 
 A layer's weights are rounded column by column. The columns that are not yet rounded compensate for the change of the
 layer's output, by a Cholesky factor of the inputs' second moments: the form of LDLQ (Chee et al. 2023,
-arXiv:2307.13304, theorem 6), which gives the numbers of GPTQ without an inverse.
+arXiv:2307.13304, theorem 6), which gives the numbers of GPTQ without inverting them.
 """
 
 from __future__ import annotations
