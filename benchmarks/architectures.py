@@ -1,11 +1,13 @@
 """Models by the kinds of their caches, beside mlx_lm: 1 to 16 texts at once, and the second turn of a conversation.
 
-The weights are random, and both programs use the same ones and the same BLAS, in one process and in turn.
+The weights are random. Both programs use the same arrays, as far as their names agree, and the same BLAS, in one
+process and in turn.
 
 python benchmarks/architectures.py [--kinds "recurrent, dense"] [--clients 1 4 16] [--tokens 48] [--turn 4000]
-                                   [--rounds 3] [--width 1]
+                                   [--rounds 3] [--width 1] [--experts 16 2]
 
-`--width 4` multiplies the sizes of all matrices: with it, "full attention, dense" has 0.5B parameters.
+`--width 4` multiplies the sizes of all matrices: with it, "full attention, dense" has 0.9B parameters, and with
+`--experts 32 4`, "full attention, mixture" has 2.6B, of which a token uses 0.5B.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ SIZES = {
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 384,
+    "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 384,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 LINEAR = {
@@ -44,7 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "latent attention, mixture": (
         "deepseek_v3",
-        {**EXPERTS, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        {**EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
          "first_k_dense_replace": 1, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 256,
          "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
     ),
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=4000, help="tokens of the conversation before the second turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=1, help="factor of the sizes of all matrices")
+    parser.add_argument("--experts", nargs=2, type=int, default=(16, 2), help="of a layer, and of a token in it")
     options = parser.parse_args()
     rows, result = [], {}
     for kind in options.kinds:
@@ -111,13 +114,22 @@ def measure(
     mx.random.seed(1)
     fields = {"model_type": model_type, **SIZES, **values}
     fields |= {name: options.width * fields[name] for name in WIDTHS & fields.keys()}
+    if "num_experts" in fields:
+        count, fields["num_experts_per_tok"] = options.experts
+        fields |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count)
     model, _ = build_model(fields)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:  # as mlx_lm writes it, so that mlxlm runs it as it would any other
-        mx.save_safetensors(f"{folder}/model.safetensors", dict(tree_flatten(model.parameters())), {"format": "mlx"})
+        file = f"{folder}/model.safetensors"
+        mx.save_safetensors(file, dict(tree_flatten(model.parameters())), {"format": "mlx"})
+        model.load_weights(file)  # read when used: only the arrays below that mlxlm has in another form
         Path(folder, "config.json").write_text(json.dumps(fields))
         mlxlm.load("small-world").tokenizer.save(Path(folder))
         lm = mlxlm.load(folder)
+        own, weights = dict(tree_flatten(lm.model.parameters())), dict(tree_flatten(model.parameters()))
+        same = [name for name, weight in weights.items() if name in own and own[name].shape == weight.shape]
+        model.load_weights([(name, own[name] if name in same else weight) for name, weight in weights.items()])
+        mx.eval(model.parameters())
     prompts = [[(7 * i * j + j) % 1000 for j in range(1, 65)] for i in range(max(options.clients))]
 
     def request(prompt: list[int], tokens: int, snapshot_at: int | None = None) -> Request:
@@ -166,7 +178,9 @@ def measure(
 
         return run
 
-    together(1), peer()  # warm-up
+    for count in options.clients:  # MLX compiles the graph of each number of texts
+        together(count)
+    peer()
     runs = {str(count): lambda count=count: together(count) for count in options.clients}
     runs |= {"mlx_lm": peer, "turn": second_turn, "again": read_again}
     measured = in_turn(options.rounds, **{name: with_peak(name, run) for name, run in runs.items()})

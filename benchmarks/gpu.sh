@@ -63,7 +63,7 @@ else
     train=(--models 110m,1b --rounds 3 --steps 5 --batch-size 8 --max-seq-length 2048)
     decode=(--sizes 110m 1b --contexts 0 8192 --rounds 3 --prompt 512 --short 512 --tokens 256)
 fi
-part doctor "$python" -m mlxlm.cli.main doctor --full --out "$out/doctor"
+part doctor "$python" -m mlxlm.cli.main doctor --full --out "$out/doctor.json"
 part train "$python" benchmarks/train_throughput.py "${train[@]}" --ways mlxlm,plain_mlx,pytorch_mixed
 part decode "$python" benchmarks/generation_speed.py "${decode[@]}" --peers mlx_lm pytorch
 

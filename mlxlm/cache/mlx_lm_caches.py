@@ -111,7 +111,7 @@ class MlxLmRecurrentCache(RecurrentCache):
 
     can_pad = False
     max_partial = 0  # they write the state after the last token only
-    lengths = left_padding = None
+    lengths = None
 
     def advance(self, count: int) -> None:
         """Do nothing; called after an update."""

@@ -20,7 +20,6 @@ from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
 from mlxlm.cache.prompt_cache_file import FileCache
-from mlxlm.utils.errors import GenerationError
 
 _MIN_LOADED = 64  # tokens that the folder must have beyond those in memory
 _MIN_SAVED = 256  # tokens of a text that is written: shorter ones are read again as fast
@@ -36,10 +35,7 @@ class PrefixCache:
     Args:
         make_caches: Makes the empty caches of the model, one per layer.
         max_bytes: Maximum of `nbytes`. May be changed at any time; `evict` then makes that true.
-        folder: Where texts are kept that are evicted, and others by `flush`.
-
-    Raises:
-        GenerationError: The caches are of mlx_lm's own types, which can't be written to a folder.
+        folder: Where what is evicted is kept.
 
     Attributes:
         nbytes: Bytes of everything that is kept.
@@ -49,11 +45,7 @@ class PrefixCache:
         self, make_caches: Callable[[], list[Any]], max_bytes: int, folder: PrefixCacheFolder | None = None
     ) -> None:
         self._make_caches, self.max_bytes, self._folder = make_caches, max_bytes, folder
-        caches = make_caches()
-        if folder is not None and not all(isinstance(cache, FileCache) for cache in caches):
-            problem = "this architecture has its own cache type, which can't be kept in a folder"
-            raise GenerationError(problem, "a prefix cache in memory only")
-        self._num_layers = len(caches)
+        self._num_layers = len(make_caches())
         self.clear()
 
     def clear(self) -> None:
@@ -71,8 +63,10 @@ class PrefixCache:
         """
         ids = array("i", ids)
         found = self._find(ids, group)[0]
-        if self._folder is not None and self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
-            n, caches = self._folder.load(ids, self._make_caches, group, self.max_bytes)
+        if self._folder is None or len(ids) < found + _MIN_LOADED:
+            return found
+        if self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
+            n, caches = self._folder.load(ids, group, self.max_bytes)
             self.insert(ids[:n], caches, group, move=True)
             found = self._find(ids, group)[0]
         return found
@@ -182,29 +176,29 @@ class PrefixCache:
         heapify(queue)
         while self.nbytes > max_bytes and queue:
             *_, node = heappop(queue)
+            if node.parent is None:  # already removed
+                continue
+            self._save(node)
             if node.children:
                 node.snapshots = {}
                 self.nbytes += node.count_bytes()
-            elif node.parent is not None:  # else already removed
-                self._save(node)
+            else:
                 parent = self._remove(node)
                 heappush(queue, (parent.eviction_time, next(order), parent))
 
-    def flush(self) -> None:
-        """Write the texts that the folder doesn't have yet, at the end of a program."""
-        leaves = (node for node in self._root.subtree() if not node.children)
-        for leaf in sorted(leaves, key=lambda node: node.used):
-            self._save(leaf)
-
-    def _save(self, leaf: _Node) -> None:
-        """Write the text that ends with `leaf` to the folder, unless it is there."""
-        if self._folder is None or leaf.end < _MIN_SAVED:
+    def _save(self, node: _Node) -> None:
+        """Write what the eviction of `node` removes to the folder, unless it is there."""
+        if self._folder is None or node.end < _MIN_SAVED:
             return
-        ids, group = leaf.text, leaf.group
-        if self._folder.match(ids, group) < len(ids):
+        ids, group = node.text, node.group
+        if self._folder.match(ids, group) == len(ids):
+            return
+        self._folder.save(ids, node.snapshots, group)
+        if not node.children:
             found, path, source = self._find(ids, group)
             if found == len(ids):
-                self._folder.save(ids, self._build(ids, found, path, source), group)
+                caches = enumerate(self._build(ids, found, path, source))
+                self._folder.save(ids, {i: cache for i, cache in caches if i not in node.snapshots}, group)
 
     def _remove(self, node: _Node) -> _Node:
         """Remove a leaf, and the nodes above it that are of no use without it. Return the lowest that is left."""

@@ -16,7 +16,7 @@ from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.history import Exchange, Turn
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import THINK, effort_variables, split
-from mlxlm.chat.tool_grammar import constrain_calls
+from mlxlm.chat.tool_grammar import constrain_calls, excludes_reasoning
 from mlxlm.generation import (
     Context,
     Engine,
@@ -113,11 +113,11 @@ class ChatModel:
     def start_answer(self, exchange: Exchange, options: GenerationOptions) -> Message:
         """Return what the template puts at the start of an answer, such as an opening "<think>".
 
-        Except with a JSON schema, a constrained answer has no reasoning: the end of the prompt says so.
+        If the options exclude reasoning, the end of the prompt says so.
         """
         text, tokenizer = self.chat_encoder.generation_prefix_of(exchange.prompt), self.lm.tokenizer
         ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
-        if options.constraint not in (None, "json_schema"):
+        if excludes_reasoning(options):
             more = self.chat_encoder.start_of_answer(exchange.prompt)
             exchange.prompt = [*exchange.prompt, *more]
             text, ids = text + tokenizer.decode(more, skip_special_tokens=False), ids + more

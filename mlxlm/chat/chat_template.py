@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlxlm.chat.harmony import CALL
 from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
 from mlxlm.chat.reasoning import HARMONY, THINK, effort_variables, reasoning_tags, split
-from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
+from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, number_calls, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.tokenizer import check_length
 from mlxlm.utils.errors import TokenizerError
@@ -128,6 +128,8 @@ class ChatTemplate:
         self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         tags = reasoning_tags(source)
         self.may_reason, self.reasoning_tags = tags is not None, tags or THINK
+        has_key = "reasoning_content" in source or not re.search(r"\bthinking\b", source)
+        self._reasoning_key = "reasoning_content" if has_key else "thinking"  # GPT-OSS, LFM2.5
         self.has_effort = any(name in source for name in effort_variables("none"))
         self.skip_special_tokens = not self.special.search(self.reasoning_tags.open)
         self.eos_token_ids = self._find_eos_token_ids()
@@ -174,6 +176,8 @@ class ChatTemplate:
         support = self._tool_support if parsed or any(m.tool_calls or m.role == "tool" for m in messages) else None
         if support is None:
             messages, parsed = to_plain_messages(messages, parsed, not parsed or self._has_system_role), ()
+        elif support[1].numbered_ids:
+            messages = number_calls(messages)
         try:
             text = self._render(messages, parsed, support[1] if support else MessageStyle(), values)
         except TokenizerError as error:
@@ -281,8 +285,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Tool], style: MessageStyle, values: Mapping[str, Any]
     ) -> str:
         shown_tools = [tool.to_dict() for tool in tools] or None
-        if self.reasoning_tags is HARMONY:
-            style = replace(style, reasoning_key="thinking")
+        style = replace(style, reasoning_key=self._reasoning_key)
         try:
             shown = [style.to_dict(message) for message in messages]
             return self._template.render(
@@ -311,13 +314,14 @@ class ChatTemplate:
         """Return a message without <think>, which this template doesn't know."""
         reasoning, content = split(message.content)
         reasoning = message.reasoning_content or reasoning
-        if self.reasoning_tags is HARMONY and message.tool_calls:  # GPT-OSS refuses text in addition to reasoning
+        if message.tool_calls and self._tool_support and not self._tool_support[1].has_text_before_results:
             reasoning, content = "\n\n".join(filter(None, (reasoning, content))), ""
         return replace(message, content=content, reasoning_content=reasoning or None)
 
     @cached_property
     def _tool_support(self) -> tuple[ToolFormat, MessageStyle] | None:
-        return derive_format(partial(self._render, values={"add_generation_prompt": False}))
+        render = partial(self._render, values={"add_generation_prompt": False})
+        return derive_format(render, self._tokenizer.special_tokens.keys())
 
     @cached_property
     def _has_system_role(self) -> bool:

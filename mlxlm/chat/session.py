@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mlxlm.cache import KVOptions
+from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.chat.answer import Answer, Cancellation, ChatStats, parsed_chunks
 from mlxlm.chat.chat_encoder import Messages, parse_messages
 from mlxlm.chat.chat_model import ChatModel, edited_answer
@@ -29,6 +29,7 @@ from mlxlm.chat.history import (
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import check_effort
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
+from mlxlm.config.option import non_default_fields
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import loaded
@@ -368,7 +369,19 @@ class Chat:
         """
         self._end_answer()
         path = Path(path)
-        self._files.write(path, Session.of(self, self._chat_model.requested_chat_template, self._branches))
+        session = Session(
+            model=str(self.lm.path),
+            weights=fingerprint(self.lm.model),
+            tokenizer=self.lm.tokenizer.fingerprint,
+            chat_template=self._chat_model.requested_chat_template,
+            system_prompt=self.system_prompt,
+            context_overflow=self.context_overflow,
+            reasoning_effort=self.reasoning_effort,
+            options=non_default_fields(self.options, self.defaults),
+            kv=self.kv,
+            branches=self._branches,
+        )
+        self._files.write(path, session)
         if cache:
             self._chat_model.engine.save_prefix(cache_path(path.resolve()), self.context_ids)
 

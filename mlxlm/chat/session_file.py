@@ -77,22 +77,6 @@ class Session:
     kv: KVOptions
     branches: Branches
 
-    @classmethod
-    def of(cls, chat: Any, chat_template: str | None, branches: Branches) -> Session:
-        """Return the session of a `Chat`, whose file imports this one. `chat_template`: as it was requested."""
-        return cls(
-            model=str(chat.lm.path),
-            weights=fingerprint(chat.lm.model),
-            tokenizer=chat.lm.tokenizer.fingerprint,
-            chat_template=chat_template,
-            system_prompt=chat.system_prompt,
-            context_overflow=chat.context_overflow,
-            reasoning_effort=chat.reasoning_effort,
-            options=non_default_fields(chat.options, chat.defaults),
-            kv=chat.kv,
-            branches=branches,
-        )
-
 
 def encode_session(session: Session) -> bytes:
     """Return the content of a session file. Turns shared by several branches are written once."""

@@ -29,8 +29,9 @@ class SFTEncoder:
 
     The loss mask covers what the model generates in a chat: of each assistant turn, everything after the prompt, up to
     and including the token that ends the turn, also tool calls. Headers, other roles, turns with the weight 0, and what
-    the template puts behind a turn are masked out. As in a chat, text in a message that looks like a special token is
-    ordinary text, and tools are shown as `ChatTemplate.render` shows them.
+    the template puts behind a turn are masked out. So is the end of an earlier turn if it isn't an EOS token: GPT-OSS
+    writes <|return|>, which later prompts have as <|end|>. As in a chat, text in a message that looks like a special
+    token is ordinary text, and tools are shown as `ChatTemplate.render` shows them.
 
     The template is the one of `mlxlm.chat.chat_encoder.chat_encoder`; a tokenizer trained by mlxlm that has none uses
     CHAT_TEMPLATE.
@@ -56,6 +57,7 @@ class SFTEncoder:
             template = ChatTemplate(tokenizer, CHAT_TEMPLATE)
         self._tokenizer, self._template = tokenizer, template
         self.chat_template, self.eos_token_ids = self._template.source, self._template.eos_token_ids
+        self._end_token_ids = eos_token_ids | self.eos_token_ids
         if not self.eos_token_ids:
             problem = "puts no special token after an answer, so that a model can't learn where it ends"
             raise TokenizerError(f"the chat template {self._template.name} {problem}", "a jinja file that does")
@@ -165,8 +167,9 @@ class SFTEncoder:
         return TokenizerError(f"the chat template {self._template.name} {problem}", "answers without it")
 
     def _spans(self, shown: list[Message], text: str, render: Callable[..., str]) -> Iterator[tuple[int, int]]:
-        """Yield the span in `text` of each turn to learn, from the end of the prompt to the end of its EOS token."""
-        in_calls = self._template.tool_format.render([ToolCall("", "f", '{"argument": 1}')] * 2)
+        """Yield the span in `text` of each turn to learn: what follows its prompt, up to the end of its EOS token."""
+        format = self._template.tool_format
+        in_calls = format.render([ToolCall("", "f", '{"argument": ""}')] * 2)
         for n, message in enumerate(shown):
             if not _is_learned(message):
                 continue
@@ -177,16 +180,20 @@ class SFTEncoder:
                 hint = "a question and an answer each, without a system message"
                 raise TokenizerError(f"the chat template {self._template.name} {problem}", hint)
             behind = at + len(message.content)
-            tokens = self._template.special.finditer(text, behind)
-            end = next((token for token in tokens if not message.tool_calls or token[0] not in in_calls), None)
+            tokens = list(self._template.special.finditer(text, behind))
+            if message.tool_calls:  # they can follow special tokens around reasoning
+                calls = text.find(format.trigger, len(prompt))
+                tokens = [token for token in tokens if token[0] not in in_calls and token.start() > calls >= 0]
+            end = next(iter(tokens), None)
+            is_eos = end is not None and self._tokenizer.special_tokens[end[0]] in self._end_token_ids
             if (
                 end is None
-                or self._tokenizer.special_tokens[end[0]] not in self.eos_token_ids
+                or not (is_eos or message is not shown[-1])
                 or (text[behind : end.start()].strip() and not message.tool_calls)
             ):
                 problem = f"ends message {n + 1} with another token than an answer"
                 raise TokenizerError(f"the chat template {self._template.name} {problem}", "another template")
-            yield len(prompt), end.end()
+            yield len(prompt), end.end() if is_eos else end.start()
 
 
 def _is_learned(message: Message) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import partial_length
-from mlxlm.chat.tool_calls import PYTHON_TAG, SHORT_ID, ArgumentFormat, ToolFormat, split_tags
+from mlxlm.chat.tool_calls import PYTHON_TAG, SHORT_ID, ArgumentFormat, ObjectFormat, ToolFormat, split_tags
 from mlxlm.generation.json_schema import resolve_reference
 
 
@@ -83,7 +83,7 @@ class ToolCallParser:
         self._parameters = {tool.name: tool.parameters for tool in tools}
         self._pending = ""
         self._has_calls = False
-        self._arguments: _JsonArguments | _TaggedArguments | None = None  # inside arguments
+        self._arguments: _ObjectArguments | _TaggedArguments | None = None  # inside arguments
         self._after_arguments = False
         self._text_only = False  # no call can follow
 
@@ -155,19 +155,23 @@ class ToolCallParser:
         begin = _match(self._pending, self._format.between, name.end()) if name else None
         if name is None or begin is None:
             return False
-        tags = self._format.argument
-        starts = ["{"] if tags is None else [tags.prefix, *split_tags(self._format.suffix.lstrip())[:1]]
+        format = self._format.arguments
+        if isinstance(format, ArgumentFormat):
+            starts = [format.prefix, *split_tags(self._format.suffix.lstrip())[:1]]
+        else:
+            starts = ["{" if format is None else format.open]
         if all(_match(self._pending, text, begin) is None for text in starts):
             return False
         events.append(ToolCallStart(new_call_id(), name[1]))
         self._pending = self._pending[begin:].lstrip()
-        self._arguments = (
-            _JsonArguments() if tags is None else _TaggedArguments(tags, self._parameters.get(name[1], {}))
-        )
+        if isinstance(format, ArgumentFormat):
+            self._arguments = _TaggedArguments(format, self._parameters.get(name[1], {}))
+        else:
+            self._arguments = _ObjectArguments(format)
         self._after_arguments, self._has_calls = False, True
         return True
 
-    def _parse_arguments(self, arguments: _JsonArguments | _TaggedArguments, events: list[ToolEvent]) -> None:
+    def _parse_arguments(self, arguments: _ObjectArguments | _TaggedArguments, events: list[ToolEvent]) -> None:
         text, end = arguments.parse(self._pending)
         if text:
             events.append(ArgumentsDelta(text))
@@ -185,7 +189,7 @@ class ToolCallParser:
 
 
 def _match(text: str, literal: str, start: int) -> int | None:
-    """Return where `literal` ends that begins at `start`, but for white space; None if it doesn't."""
+    """Return where `literal` ends that begins at `start`, but for white space and other numbers; None if it doesn't."""
     for character in literal:
         if character.isspace():
             continue
@@ -193,40 +197,102 @@ def _match(text: str, literal: str, start: int) -> int | None:
             start += 1
         if start == len(text):
             raise _IncompleteError
-        if text[start] != character:
+        if character.isdigit() and text[start].isdigit():  # part of a number
+            start = next((n for n in range(start, len(text)) if not text[n].isdigit()), len(text))
+            if start == len(text):
+                raise _IncompleteError
+        elif text[start] != character:
             return None
-        start += 1
+        else:
+            start += 1
     return start
 
 
-class _JsonArguments:
-    """Parses arguments that are a JSON object, with which the streamed text begins.
+class _ObjectArguments:
+    """Parses arguments that are one object, with which the streamed text begins, to JSON. JSON stays as it is.
 
     Attributes:
         ended: Whether the object has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, format: ObjectFormat | None):
         self.ended = False
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._is_json = format is None
+        quote = '"' if format is None else format.quote
+        self._quotes = ['"', "'"] if format is not None and format.is_python else [quote]
+        self._open: list[str] = []  # the brackets that aren't closed
+        self._quote = ""  # that ends the string, if the text is inside one
+        self._is_key = False  # whether a key comes next
 
     def parse(self, text: str) -> tuple[str, int]:
-        """Return what the next piece of the text adds to the JSON, and where it ends."""
-        for index, character in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or character != '"'
-                self._escaped = not self._escaped and character == "\\"
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self.ended = True
-                    return text[: index + 1], index + 1
-        return text, len(text)
+        """Return what is decided by the text so far as JSON, and where that ends. Raises _IncompleteError."""
+        pieces, position = list[str](), 0
+        while not self.ended and position < len(text):
+            piece, end = self._parse_string(text, position) if self._quote else self._parse_token(text, position)
+            if end == position:
+                break
+            pieces.append(piece)
+            position = end
+        if not position:
+            raise _IncompleteError
+        return "".join(pieces), position
+
+    def _parse_token(self, text: str, start: int) -> tuple[str, int]:
+        for quote in self._quotes:
+            beginning = text[start : start + len(quote)]
+            if beginning == quote:
+                self._quote = quote
+                return '"', start + len(quote)
+            if quote.startswith(beginning):
+                return "", start
+        character = text[start]
+        if character in "{[(":
+            self._open.append(character)
+        elif character in "}])":
+            self._open.pop()
+            self.ended = not self._open
+        if character in "{[(,:=":
+            self._is_key = character not in ":=" and self._open[-1] != "["
+        if character in _PUNCTUATION or character.isspace():
+            return character if self._is_json else _PUNCTUATION.get(character, ""), start + 1
+        word = (_KEY if self._is_key else _WORD).match(text, start)
+        if word is None:
+            return "", start
+        return _value_json(word[0], STRING if self._is_key else set()), word.end()
+
+    def _parse_string(self, text: str, start: int) -> tuple[str, int]:
+        if pattern := _STRINGS.get(self._quote):
+            content, closing = next(pattern.finditer(text, start)).groups()
+            end, piece = start + len(content), _ESCAPED.sub(_convert_escape, content)
+        else:
+            content, closing, _ = text[start:].partition(self._quote)
+            end = start + len(content) - (0 if closing else partial_length(content, self._quote))
+            piece = _json_characters(text[start:end])
+        if closing:
+            piece, end, self._quote = piece + '"', end + len(closing), ""
+        return piece, end
+
+
+_PUNCTUATION = {"{": "{", "}": "}", "(": "{", ")": "}", "[": "[", "]": "]", ",": ", ", ":": ": ", "=": ": "}
+_KEY, _WORD = re.compile(r"[^:=]+?(?=\s*[:=])"), re.compile(r"[^\s,\])}]+(?=[\s,\])}])")
+# By their quotes, strings with escapes: the content, and what ends it. Some templates don't escape an apostrophe.
+_STRINGS = {
+    '"': re.compile(r'(?s)((?:[^"\\]|\\.)*)("?)'),
+    "'": re.compile(r"(?s)((?:[^'\\]|\\.|'(?!\s*(?:[,:\])}]|\Z)))*)((?:'(?=\s*[,:\])}]))?)"),
+}
+_ESCAPED = re.compile(r'(?s)\\.|["\x00-\x1f]')
+
+
+def _convert_escape(match: re.Match[str]) -> str:
+    """Return a character of a string, which may be an escape, as it is in JSON."""
+    if len(match[0]) == 2 and match[0][1] in '"\\/bfnrtu':
+        return match[0]
+    return "'" if match[0] == "\\'" else _json_characters(match[0])
+
+
+def _json_characters(text: str) -> str:
+    """Return a text as it is within a string in JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class _TaggedArguments:
@@ -279,7 +345,7 @@ class _TaggedArguments:
         elif types != STRING or not end:
             raise _IncompleteError
         if types == STRING:
-            return json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * bool(tag), end + len(tag)
+            return _json_characters(text[:end]) + '"' * bool(tag), end + len(tag)
         return _value_json(text[:end], types), end + len(tag)
 
 

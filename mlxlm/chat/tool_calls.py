@@ -4,7 +4,7 @@ Every format has the same parts, of which the template's rendering of known call
 
     prefix NAME between ARGUMENTS (separator NAME between ARGUMENTS)* suffix
 
-The arguments are a JSON object or, in formats with tags, are written one by one:
+The arguments are a JSON object, or an object with keys and strings of its own, or are written one by one, with tags:
 
     (prefix KEY between VALUE suffix)*
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from mlxlm.chat.messages import Message, Tool, ToolCall
@@ -39,22 +39,73 @@ class ArgumentFormat:
 
 
 @dataclass(frozen=True)
+class ObjectFormat:
+    """How a model writes arguments as one object that isn't JSON: {key:<|"|>text<|"|>,n:1}, or (key="text", n=1).
+
+    Objects in parentheses have JSON as their values, in which strings may also be in single quotes, and True, False and
+    None are allowed. In braces, objects within the arguments are written like these.
+
+    Attributes:
+        open: "{" or "(".
+        between: The text between a key and its value.
+        separator: The text between arguments.
+        quote: The text before and after a string. Unless it is a quotation mark, there are no escapes.
+    """
+
+    open: str
+    between: str
+    separator: str
+    quote: str
+
+    @property
+    def close(self) -> str:
+        """The text after the last argument."""
+        return {"{": "}", "(": ")"}[self.open]
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the object is in parentheses, like the arguments of a function in Python."""
+        return self.open == "("
+
+    def render(self, arguments: Mapping[str, Any]) -> str:
+        """Return arguments as text."""
+        members = self.separator.join(f"{key}{self.between}{self.render_value(v)}" for key, v in arguments.items())
+        return f"{self.open}{members}{self.close}"
+
+    def render_value(self, value: Any) -> str:
+        """Return a value as text."""
+        if isinstance(value, str):
+            if self.is_python:
+                value = json.dumps(value, ensure_ascii=False)[1:-1]
+                value = value.replace("'", "\\'") if self.quote == "'" else value
+            return f"{self.quote}{value}{self.quote}"
+        if self.is_python:
+            constant = value is None or isinstance(value, bool)
+            return str(value) if constant else json.dumps(value, ensure_ascii=False)
+        if isinstance(value, Mapping):
+            return self.render(value)
+        if isinstance(value, list):
+            return f"[{self.separator.join(map(self.render_value, value))}]"
+        return json.dumps(value)
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """How a model writes calls.
 
     Attributes:
         prefix: The text before the name of the first call.
-        between: The text between a name and its arguments.
+        between: The text between a name and its arguments. A number in it is that of the call.
         suffix: The text after the last arguments.
         separator: The text between arguments and the next name; None if a text has only one call.
-        argument: The format of each argument; None if the arguments are a JSON object.
+        arguments: The format of the arguments; None if they are a JSON object.
     """
 
     prefix: str
     between: str
     suffix: str
     separator: str | None
-    argument: ArgumentFormat | None = None
+    arguments: ArgumentFormat | ObjectFormat | None = None
 
     @property
     def follows_text(self) -> bool:
@@ -68,13 +119,18 @@ class ToolFormat:
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Return calls as text, with JSON as `json.dumps` writes it."""
-        bodies = (f"{call.name}{self.between}{self._render_arguments(call.parsed_arguments())}" for call in calls)
+        bodies = (
+            call.name + re.sub(r"\d+", str(n), self.between) + self._render_arguments(call.parsed_arguments())
+            for n, call in enumerate(calls)
+        )
         return f"{self.prefix}{(self.separator or self.suffix + self.prefix).join(bodies)}{self.suffix}"
 
     def _render_arguments(self, arguments: Mapping[str, Any]) -> str:
-        tags = self.argument
+        tags = self.arguments
         if tags is None:
             return json.dumps(arguments, ensure_ascii=False)
+        if isinstance(tags, ObjectFormat):
+            return tags.render(arguments)
         return "".join(f"{tags.prefix}{k}{tags.between}{argument_text(v)}{tags.suffix}" for k, v in arguments.items())
 
 
@@ -92,6 +148,14 @@ JSON_FORMAT = ToolFormat(
     between='", "arguments": ',
     suffix="}\n</tool_call>",
     separator='}\n</tool_call>\n<tool_call>\n{"name": "',
+)
+# For models with these special tokens whose template shows tools and results, but no calls (LFM2).
+PYTHON_FORMAT = ToolFormat(
+    prefix="<|tool_call_start|>[",
+    between="",
+    suffix="]<|tool_call_end|>",
+    separator=", ",
+    arguments=ObjectFormat("(", "=", ", ", '"'),
 )
 _INSTRUCTIONS = """\
 You can call functions. These are their descriptions, with JSON schemas of their arguments:
@@ -146,18 +210,26 @@ class MessageStyle:
         text_arguments: Arguments are JSON text, not a dict.
         null_content: An answer without text has None as its content, not "".
         short_ids: The ids of calls are nine letters or digits (Mistral).
+        numbered_ids: They are as `number_calls` makes them (Kimi K2).
         reasoning_key: The field with the reasoning.
+        has_text_before_results: Whether a message with calls can have reasoning and text, which precede the results.
+        calls_as_text: The format of calls that are put in front of the content, since the template doesn't show them.
     """
 
     text_arguments: bool = False
     null_content: bool = False
     short_ids: bool = False
+    numbered_ids: bool = False
     reasoning_key: str = "reasoning_content"
+    has_text_before_results: bool = True
+    calls_as_text: ToolFormat | None = None
 
     def to_dict(self, message: Message) -> dict[str, Any]:
         """Return a message as the template gets it: OpenAI's fields, those without a value left out."""
         values: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.tool_calls:
+        if message.tool_calls and self.calls_as_text is not None:
+            values["content"] = self.calls_as_text.render(message.tool_calls) + message.content
+        elif message.tool_calls:
             values["content"] = message.content or (None if self.null_content else "")
             values["tool_calls"] = [self._call(call) for call in message.tool_calls]
         if message.tool_call_id is not None:
@@ -178,7 +250,22 @@ class MessageStyle:
         return re.sub("[^a-zA-Z0-9]", "", id)[-SHORT_ID:].rjust(SHORT_ID, "0") if self.short_ids else id
 
 
-_STYLES = [MessageStyle(text, null, short) for short, null, text in product((False, True), repeat=3)]
+def number_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the ids of calls are functions.NAME:NUMBER, numbered from 0."""
+    ids: dict[str | None, str] = {}
+    numbers, numbered = count(), []
+    for message in messages:
+        calls = [replace(call, id=f"functions.{call.name}:{next(numbers)}") for call in message.tool_calls]
+        ids |= {call.id: new.id for call, new in zip(message.tool_calls, calls, strict=True)}
+        result_id = ids.get(message.tool_call_id, message.tool_call_id)
+        numbered.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_id))
+    return numbered
+
+
+_STYLES = [
+    *(MessageStyle(text, null, short) for short, null, text in product((False, True), repeat=3)),
+    MessageStyle(numbered_ids=True),
+]
 _Render = Callable[[Sequence[Message], Sequence[Tool], MessageStyle], str]
 
 _NAMES = ("probe_function", "second_function")
@@ -187,23 +274,26 @@ _ID, _CONTENT, _RESULT = "call_probe00001", "PROBE ANSWER", "PROBE RESULT"
 _ID_FIELD = r'(?:,\s*"\w+":\s*"[^"]*{0}"|"\w+":\s*"[^"]*{0}",\s*|\[CALL_ID\]\w*{0})'
 
 
-def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
+def derive_format(render: _Render, special_tokens: Set[str]) -> tuple[ToolFormat, MessageStyle] | None:
     """Derive the format and style of a template from how it renders calls of a tool.
 
     Args:
         render: Renders messages and tools in a style, without a generation prompt. Raises TokenizerError for what the
             template refuses.
+        special_tokens: Those of the model.
 
     Returns:
-        None if the template doesn't show tools, calls and results, or not as a name followed by arguments in JSON or
-        with tags around each.
+        None if the template doesn't show tools, calls and results, or the calls not as a name followed by arguments.
     """
     tools = [Tool(name) for name in _NAMES]
     question = Message("user", "?")
-    for style in _STYLES:
+    has_python_tokens = {"<|tool_call_start|>", "<|tool_call_end|>"} <= special_tokens
+    for style in [*_STYLES, MessageStyle(calls_as_text=PYTHON_FORMAT)] if has_python_tokens else _STYLES:
         calls = [_probe_call(0, style), _probe_call(1, style)]
         one, two = (Message("assistant", "", tool_calls=tuple(calls[:n])) for n in (1, 2))
         result = Message("tool", _RESULT, tool_call_id=calls[0].id, name=_NAMES[0])
+        if style.numbered_ids:
+            (one, result), [two] = number_calls([one, result]), number_calls([two])
         try:
             if _NAMES[1] not in render([question], tools, style):
                 return None
@@ -221,7 +311,12 @@ def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
             separator = _without_id(text[spans[0][2] : spans[1][0]], two) if len(spans) == 2 else None
         except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
             separator = None
-        return replace(format, separator=separator), style
+        try:
+            texts = replace(one, content=_CONTENT, reasoning_content="?")
+            has_text = _CONTENT in render([question, texts, result], tools, style).partition(_RESULT)[0]
+        except TokenizerError:
+            has_text = False
+        return replace(format, separator=separator), replace(style, has_text_before_results=has_text)
     return None
 
 
@@ -235,17 +330,17 @@ def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat 
     spans = _call_spans(text)
     if len(spans) != 1:
         return None
-    name, arguments, end, argument = spans[0]
-    after = text[end:]
-    ends = [split_tags(behind)[::-1] for behind in (answer.rpartition(_CONTENT)[2], after)]
+    name, arguments, end, format = spans[0]
+    after = text[end:].rstrip()
+    ends = [split_tags(behind)[::-1] for behind in (answer.rstrip().rpartition(_CONTENT)[2], after)]
     common = _common_length(*ends)
     if not common and all(pieces and len(pieces[0]) > 1 for pieces in ends):
-        common = len(ends[1][0])  # a turn with calls ends with a special token of its own, as with <|eom_id|>
+        common = len(ends[1][0])  # a turn with calls ends with a special token of its own, such as <|eom_id|>
     parts = text[:name], text[name + len(_NAMES[0]) : arguments], after[: len(after) - common]
     prefix, between, suffix = (_without_id(part, message) for part in parts)
     if not prefix:
         return None
-    return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None, argument)
+    return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None, format)
 
 
 def _after_header(answer: str, text: str) -> str:
@@ -263,7 +358,7 @@ def _common_length(one: list[str], other: list[str]) -> int:
     return len("".join(os.path.commonprefix([one, other])))  # of lists, in spite of its name
 
 
-_CallSpan = tuple[int, int, int, ArgumentFormat | None]
+_CallSpan = tuple[int, int, int, ArgumentFormat | ObjectFormat | None]
 
 
 def _call_spans(text: str) -> list[_CallSpan]:
@@ -277,9 +372,16 @@ def _call_spans(text: str) -> list[_CallSpan]:
             continue
         if arguments == _ARGUMENTS:
             spans.append((match.start(), match.start(2), end, None))
+    for match in () if spans else _OBJECT_CALL.finditer(text):
+        format = ObjectFormat(match["open"], *match.group("between", "separator", "quote"))
+        spans.append((match.start(), match.start("open"), match.end(), format))
     return spans or list(filter(None, (_tagged_span(text, match) for match in _TAGGED_CALL.finditer(text))))
 
 
+_OBJECT_CALL = re.compile(
+    rf"(?:{'|'.join(_NAMES)})[^({{]*(?P<open>[({{])probe_argument(?P<between>[:=])(?P<quote>\S+)probe value(?P=quote)"
+    r"(?P<separator>,\s*)second_argument(?P=between)90210[)}]"
+)
 _TAGGED_CALL = re.compile(
     rf"(?s:(?:{'|'.join(_NAMES)})(.*?)probe_argument(?P<between>.*?)probe value(.*?)second_argument(?P=between)90210)"
 )

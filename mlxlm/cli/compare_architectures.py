@@ -12,8 +12,8 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import render, training_options
-from mlxlm.cli.options import SectionedCommand, given_flags, json_option, option
-from mlxlm.cli.run_options import command_arguments, pop_runtime_options, runtime_options, sweep_folder, sweep_options
+from mlxlm.cli.options import SectionedCommand, json_option, option
+from mlxlm.cli.run_options import pop_runtime_options, runtime_options, sweep_folder, sweep_options
 from mlxlm.cli.training import phase, train_sweep
 from mlxlm.data.options import DataOptions, parse_weighted_sources
 from mlxlm.families import compatibility_warning
@@ -47,13 +47,13 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
     """Train variants of a model on DATA, and plot their loss curves together.
 
     All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
-    the step and saves; the same command, or --resume FOLDER, continues what is unfinished.
+    the step and saves; --resume FOLDER continues what is unfinished.
     """
     runtime = pop_runtime_options(options)
     out = sweep_folder(data, options)
     comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
     runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
-    errors, exit_code = train_sweep(comparison, runs, arguments=command_arguments(), **runtime)
+    errors, exit_code = train_sweep(comparison, runs, **runtime)
     results = comparison.results()
     notes = [*errors, *_notes(comparison, results)]
     if as_json:
@@ -72,9 +72,6 @@ def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_
     from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
 
     if not data:
-        if flags := given_flags(options):
-            why = "the runs in --out have their own data and settings"
-            raise click.UsageError(f"{why}: {flags[0]} would have no effect")
         return Comparison.open(out)
     sources, weights = parse_weighted_sources(data)
     training_options.reject_unused_settings(options, sources)

@@ -14,7 +14,6 @@ from mlxlm.cli.options import (
     adapter_option,
     json_option,
     offline_option,
-    renamed,
 )
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
@@ -27,12 +26,10 @@ _DTYPE = (
     "Dtype of the weights: float32, float16 or bfloat16; in a .gguf file that of the matrices, also "
     f"{', '.join(_QUANTIZED)}.  [default: SOURCE's]"
 )
-_OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --outtype
 _CALIBRATION_TEXT = (
     "Text to measure importance weights on, as for llama.cpp's importance matrix; ideally like what the model will "
     "read. For quantized .gguf files."
 )
-_CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
 @click.command(cls=SectionedCommand)
@@ -40,22 +37,18 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
 @click.option("--dtype", type=click.Choice(list(_OUTTYPES), case_sensitive=False), metavar="DTYPE", help=_DTYPE)
-@click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
 @click.option("--calibration-text", type=EXISTING_PATH, metavar="PATH", help=_CALIBRATION_TEXT)
 @adapter_option()
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
-@click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
 @json_option
 def convert(
     source: str,
     out: str,
     *,
     dtype: str | None,
-    outtype: str | None,
     calibration_text: Path | None,
     adapter: Path | None,
     no_verify: bool,
-    cross_check: bool,
     as_json: bool,
 ) -> None:
     """Convert SOURCE to another format, and verify the result.
@@ -65,7 +58,6 @@ def convert(
     SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. In a folder, quantized weights
     stay quantized, for mlxlm and mlx_lm, unless you give --dtype. Use mlxlm quantize to change their bits.
     """
-    dtype = renamed("--outtype", outtype and _OLD_NAMES.get(outtype, outtype), "--dtype", dtype)
     from mlxlm.convert.conversion import convert as run_convert
 
     if not source or not out:
@@ -92,7 +84,6 @@ def convert(
             adapter=adapter,
             importance=importance,
             verify_output=not no_verify,
-            cross_check=cross_check,
             progress=progress,
         )
     if as_json:

@@ -17,15 +17,15 @@ from mlxlm.utils.formatting import human_bytes
 
 @click.command(cls=SectionedCommand)
 @click.option("--full", is_flag=True, help="Check kernels, training and decoding, and write a report.")
-@click.option("--out", type=PATH, help="New folder for the report of --full.  [default: mlxlm-doctor]")
+@click.option("--out", type=PATH, help="New JSON file for the report of --full.  [default: mlxlm-doctor.json]")
 @json_option
 def doctor(full: bool, out: Path | None, as_json: bool) -> None:
     """Show the device, MLX, the BLAS and its measured speed, memory, and the folder of downloaded models.
 
     With --full, check that everything works on this machine, and measure its speed: each kernel against MLX's
     operations, a training run that is stopped and resumed, decoding with plain and quantized caches. This takes one
-    or two minutes on a CPU, longer on a GPU. The report is doctor.json and doctor.html; attach both to an issue. It
-    contains no user names, host names or paths.
+    or two minutes on a CPU, longer on a GPU. The report is a JSON file to attach to an issue. It contains no user
+    names, host names or paths.
     """
     from mlxlm.doctor.facts import basic_facts
 
@@ -46,18 +46,20 @@ def doctor(full: bool, out: Path | None, as_json: bool) -> None:
 def _check(out: Path | None, as_json: bool) -> None:
     """Run all checks, write the report, and exit with 1 if one failed."""
     from mlxlm.doctor import check_machine
-    from mlxlm.doctor.report import summarize
+    from mlxlm.doctor.report import summarize, summarize_metal_kernels
 
     if out is not None:
         check_not_exists(out, CheckpointError, "another --out")
     with render.phases_progress() as progress:
         report = check_machine(progress)
-    out = out or unused_path(Path("mlxlm-doctor"))
+    out = out or unused_path(Path("mlxlm-doctor.json"))
     report.write(out)
     if as_json:
         render.emit_json(report.to_dict())
     else:
         render.print_table(summarize(report.results), ("part", "check", "result", "time", ""))
+        if kernels := summarize_metal_kernels(report.results):
+            render.print_table(kernels, ("Metal kernel", "checks that ran it", "failed", "largest relative error"))
     for result in report.failed:
         render.say(one_line(f"failed: {result.section}, {result.title}: {result.reason}"), style="red")
     render.say(f"{report.headline}; the report is in {out}")

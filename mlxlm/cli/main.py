@@ -62,12 +62,6 @@ GROUPS = {
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# Commands of version 0.1, and what they are now.
-_RENAMED = {
-    "presets": ["models", "presets"],
-    "verify-receipt": ["models", "verify"],
-    "small-world": ["prepare", "--builtin", "small-world"],
-}
 
 
 class LazyGroup(click.Group):
@@ -87,15 +81,6 @@ class LazyGroup(click.Group):
             if not any(p.name == "debug" for p in leaf.params):
                 leaf.params.append(debug_option())
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command of `args`, also by its name in the version before."""
-        if (words := _RENAMED.get(args[0])) and not ctx.resilient_parsing:
-            print(f"warning: mlxlm {args[0]} is now mlxlm {' '.join(words)}", file=sys.stderr)
-            args = [*words, *args[1:]]
-        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete commands without importing them, and options."""
@@ -176,7 +161,6 @@ def _run(args: list[str] | None) -> int:
         args = sys.argv[1:] if args is None else args
         with app.make_context("mlxlm", list(args)) as context:
             context.meta["mlxlm.start_time"] = start_time  # for commands with a time limit
-            context.meta["mlxlm.arguments"] = args
             # rich, which takes a while to import, is needed for a download only
             download.show_progress = lambda *args: importlib.import_module("mlxlm.cli.render").show_download(*args)
             app.invoke(context)

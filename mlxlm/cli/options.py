@@ -246,14 +246,6 @@ def _longest_name(command: click.Command, name: str) -> str | None:
     return next((max(option.opts, key=len) for option in options if option.name == name), None)
 
 
-def renamed(old: str, old_value: Any, new: str, value: Any) -> Any:
-    """The value of an option that had the name `old` in the version before, with a warning if that is used."""
-    if old_value is None:
-        return value
-    click.echo(f"warning: {old} is now {new}", err=True)
-    return old_value if value is None else value
-
-
 def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that have a value, for a function that has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

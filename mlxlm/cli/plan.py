@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,10 +12,8 @@ from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     MODEL,
-    PATH,
     SIZE,
     SectionedCommand,
-    add_options,
     data_option,
     given_values,
     json_option,
@@ -27,7 +24,6 @@ from mlxlm.cli.options import (
 from mlxlm.cli.run_options import override_option, with_overrides
 from mlxlm.cli.training import phase
 from mlxlm.cli.training_options import FLAGS, default_max_seq_length, setting_options
-from mlxlm.config import ModelConfig
 from mlxlm.train.settings import TrainSettings
 
 _TRAINING = (
@@ -36,19 +32,6 @@ _TRAINING = (
 )
 _INFERENCE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits", "num_hosts")
 
-# Options of a model that has no name, and the fields of ModelConfig that they set.
-_SIZES = (
-    ("--hidden-size", "hidden_size", "Hidden size, to describe a model without MODEL."),
-    ("--num-layers", "num_hidden_layers", "Number of layers."),
-    ("--num-heads", "num_attention_heads", "Number of attention heads."),
-    ("--num-kv-heads", "num_key_value_heads", "Number of key-value heads.  [default: --num-heads]"),
-    ("--head-dim", "head_dim", "Dimension of a head.  [default: hidden size / heads]"),
-    ("--intermediate-size", "intermediate_size", "Size of the feed-forward.  [default: 8/3 of the hidden size]"),
-    ("--vocab-size", "vocab_size", "Vocabulary size.  [default: 32000]"),
-)
-_size_options = add_options(
-    *(option("Model", f"{name} {field}", click.IntRange(1), text, advanced=True) for name, field, text in _SIZES)
-)
 _setting_options = setting_options(
     set(FLAGS) - set(_TRAINING),
     {
@@ -57,26 +40,21 @@ _setting_options = setting_options(
         "ema_decay": "Plan for an exponential moving average of the weights, if above 0.  [default: 0.0]",
     },
 )
-_ATTENTION = "Attention implementation to plan for.  [default: as in training]"
 _BITS = "Bits per weight: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: the model's own, or 16; 32 on a CPU]"
 _GROUP_SIZE = "Group size of quantized weights: 32, 64 or 128.  [default: the model's own, or 64]"
 _CONTEXT = "Tokens per sequence.  [default: 4096, or the model's context if shorter]"
 _KV_BITS = "Bits of the key-value cache: 32, 16, 8 or 4.  [default: 16; 32 on a CPU]"
 _MACHINE = "here, a100, a100-sparse, h100, h200, or an Apple chip from m1 to m5-max, such as m4-pro.  [default: here]"
-_batches = partial(option, "Batches and memory")
 _data = partial(option, "Training data")
 _machine_option = partial(option, "Machine")
 _inference = partial(option, "Inference")
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("model", required=False, type=MODEL)
+@click.argument("model", type=MODEL)
 @offline_option
-@_size_options
-@option("Model", "--tie-word-embeddings", bool, "Use one matrix for embedding and output head.", advanced=True)
 @override_option
 @_setting_options
-@_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION, advanced=True)
 @_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
 @_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
 @data_option("text_column", "Training data")
@@ -94,20 +72,18 @@ _inference = partial(option, "Inference")
 @_inference("--num-sequences", int, "Number of sequences at once.  [default: 1]", advanced=True)
 @_inference("--kv-bits", int, _KV_BITS, advanced=True)
 @_inference("--hosts num_hosts", int, "Number of machines that share the model.  [default: 1]", advanced=True)
-@option("Output", "--plot", PATH, "Plot the memory of training to this .png or .svg file.")
 @json_option
-def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
+def plan(model: str, with_probe: bool, as_json: bool, **options: Any) -> None:
     """Estimate parameters, FLOPs, memory, time and disk of MODEL.
 
     MODEL is a preset, a published model, a name of mlxlm models, a folder, a run, a config.json, a .gguf file or a hub
-    id. Without MODEL, give its sizes.
+    id.
     """
-    _check_options(model, with_probe, options)
-    config = _config(model, options)
+    _check_options(with_probe, options)
+    config = with_overrides(planner.find_config(model), options["overrides"], {})
     if options["group_size"] is not None and (options["bits"] or planner.quantized_bits(config) or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
-    names = (*_TRAINING, *_INFERENCE, "attention")
-    settings = given_values({name: options[name] for name in names})
+    settings = given_values({name: options[name] for name in (*_TRAINING, *_INFERENCE)})
     settings.setdefault("max_seq_length", default_max_seq_length(config))
     if with_probe:
         from mlxlm.train.start import set_default_dtype
@@ -126,10 +102,6 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
     )
     if with_probe:
         result = _probe(result)
-    if plot is not None:
-        from mlxlm.plan.plot import plot_plan
-
-        plot_plan(result, plot)
     if as_json:
         render.emit_json(result.to_dict())
     else:
@@ -142,34 +114,14 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
         render.say(f"on a CPU, a key-value cache of {bits} bits has {result.serving.kv_bits} bits with these weights")
 
 
-def _check_options(model: str | None, with_probe: bool, options: dict[str, Any]) -> None:
+def _check_options(with_probe: bool, options: dict[str, Any]) -> None:
     """Raise UsageError for options that contradict each other or would have no effect."""
-    sizes = [field for _, field, _ in _SIZES]
-    missing = [flag for flag, field, _ in _SIZES[:3] if options[field] is None]
-    if model is None and missing:
-        raise click.UsageError(f"give MODEL, or its sizes ({', '.join(missing)} missing)")
-    reject_unused_options(
-        options,
-        (model is not None, [*sizes, "tie_word_embeddings"], f"{model} has its own sizes"),
-        (not options["data"], ["text_column"], "--data is not given"),
-        (with_probe, ["attention"], "--probe trains as mlxlm pretrain does"),
-    )
+    reject_unused_options(options, (not options["data"], ["text_column"], "--data is not given"))
     other_machine = options["flops"] is not None or options["machine"] not in (None, "here")
     if options["flops"] is not None and options["machine"] is not None:
         raise click.UsageError("--flops and --machine both describe the machine: give one of them")
     if with_probe and (other_machine or options["num_devices"] or options["mfu"]):
         raise click.UsageError("--probe measures this machine: give no --machine, --flops, --num-devices or --mfu")
-
-
-def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
-    if model is None:
-        hidden = options["hidden_size"]
-        sizes = {field: options[field] for _, field, _ in _SIZES if options[field] is not None}
-        defaults = {"intermediate_size": -(-8 * hidden // 3 // 64) * 64, "vocab_size": 32000}
-        config = ModelConfig(**{**defaults, **sizes}, tie_word_embeddings=options["tie_word_embeddings"])
-    else:
-        config = planner.find_config(model)
-    return with_overrides(config, options["overrides"], {})
 
 
 def _machine(options: dict[str, Any]) -> planner.Machine | str:

@@ -12,8 +12,6 @@ from mlxlm.plan import Fits, Plan, bits_that_fit, training_memory
 from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
 
 _BAR = 32  # characters of the longest bar
-_SHORT_NAMES = {"projections": "project", "scores_values": "times values", "feed_forward": "feed fwd"}
-_LENGTHS = (512, 2048, 8192, 32768, 131072)  # rows of the table of FLOPs by sequence length
 
 
 def print_plan(plan: Plan) -> None:
@@ -28,13 +26,6 @@ def print_plan(plan: Plan) -> None:
     percent = partial(_percent, whole=plan.parameter_count)
     _table("parameters", [(_spaced(name), human_count(n), percent(n)) for name, n in counts.items() if n])
     _table("FLOPs (forward, per token)", _flops(plan))
-    header = ("tokens", *(_SHORT_NAMES.get(part, part) for part in plan.flops.forward), "total")
-    shares = [
-        (row.length, *(f"{share:.1%}" for share in row.shares.values()), _operations(row.flops))
-        for row in plan.flops_by_length
-        if row.length in _LENGTHS
-    ]
-    _table("forward FLOPs by sequence length", shares, header)
     _table(_memory_title(plan), _memory(plan))
     _table(_inference_title(plan), _inference(plan))
     _table("time", _time(plan))
@@ -42,7 +33,6 @@ def print_plan(plan: Plan) -> None:
     checkpoints = ("checkpoints", human_bytes(disk.checkpoints), f"{human_bytes(disk.checkpoint)} each")
     rest = (("shards", human_bytes(disk.shards), "tokens"), ("model", human_bytes(disk.model), "in 16 bits"))
     _table("disk", (checkpoints, *rest))
-    _table("textbook formulas", _textbook(plan))
     if plan.duration.mfu_source == "assumed" and plan.measured_duration is None:
         mfu = f"{100 * plan.duration.mfu:.0f}%"
         render.say(f"a model FLOPs utilization of {mfu} is assumed (try: --mfu, or --probe on this machine)")
@@ -166,19 +156,6 @@ def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
 def long_time(seconds: float) -> str:
     """A duration as text, in days if it takes more than two."""
     return f"{seconds / 86_400:.1f} days" if seconds > 2 * 86_400 else human_seconds(seconds)
-
-
-def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """What the short formulas of the literature say, see `mlxlm.plan.textbook`."""
-    values = plan.textbook()
-    training = "8ΦD" if plan.training.grad_checkpoint else "6ΦD"
-    yield "12lh²", human_count(values["dense_parameters"]), "parameters of the layers of a dense decoder"
-    yield "2Φ", human_bytes(values["inference_bytes"]), "16-bit weights of Φ parameters"
-    yield "20Φ", human_bytes(values["training_bytes"]), "AdamW in mixed precision"
-    yield "l(34bsh + 5bs²a)", human_bytes(values["activation_bytes"]), "16-bit activations, none recomputed"
-    yield "4lbh(s + n)", human_bytes(values["cache_bytes"]), "16-bit multi-head cache of the batch"
-    yield "l(24bsh² + 4bs²h) + 2bshV", _operations(values["forward_flops"]), "forward FLOPs of the batch"
-    yield training, _operations(values["training_flops"]), "FLOPs of training on D tokens"
 
 
 def advice(plan: Plan) -> Iterator[str]:

@@ -69,7 +69,7 @@ def _enumerated(names: Sequence[str]) -> str:
 def sweep_options(section: str) -> Callable[..., Any]:
     """Return a decorator that adds `--out` and `--resume` to a command that trains many runs."""
     return add_options(
-        option(section, "--out", PATH, "New folder for the runs; a folder with unfinished ones is continued."),
+        option(section, "--out", PATH, "New folder for the runs."),
         option(section, "--resume", PATH, "Continue the runs in this folder.", metavar="FOLDER"),
     )
 
@@ -79,7 +79,7 @@ def sweep_folder(data: Collection[str], options: dict[str, Any]) -> Path:
     out, resume = options.pop("out"), options.pop("resume")
     if resume is None:
         usage = f"{click.get_current_context().command_path} DATA --out FOLDER, or --resume FOLDER"
-        require_arguments(usage, {"DATA": data or out, "--out": out})  # an unfinished folder has its data
+        require_arguments(usage, {"DATA": data, "--out": out})
         assert isinstance(out, Path)  # for type checkers
         return out
     refuse_with_resume(bool(data), ["out", *options], resume)
@@ -148,10 +148,10 @@ def pop_runtime_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def runtime_arguments() -> list[str]:
-    """The runtime options on the command line except for --micro-batches, for a process that continues this command."""
+    """The options on the command line for a process that continues this command, except for --micro-batches."""
     context = click.get_current_context()
     arguments = ["--debug"] if context.find_root().meta.get("mlxlm.debug") else []
-    for name in filter(is_given, (*_POWER, *_TRACKERS, "allow_sleep")):
+    for name in filter(is_given, (*_POWER, *_TRACKERS, "allow_sleep", "as_json", "predict", "compute_budget")):
         value = context.params.get(name, True)
         arguments += [flag(name)] if value is True else [flag(name), str(value)]
     return arguments
@@ -160,8 +160,3 @@ def runtime_arguments() -> list[str]:
 def command_start_time() -> float:
     """When this process started, on the monotonic clock: a time limit counts from here."""
     return click.get_current_context().meta["mlxlm.start_time"]
-
-
-def command_arguments() -> list[str]:
-    """The command line."""
-    return click.get_current_context().meta["mlxlm.arguments"]

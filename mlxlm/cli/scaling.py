@@ -13,7 +13,6 @@ from mlxlm.cli import render, training_options
 from mlxlm.cli.options import SectionedCommand, given_flags, given_values, json_option, option
 from mlxlm.cli.run_options import (
     RUNTIME_OPTIONS,
-    command_arguments,
     pop_runtime_options,
     runtime_options,
     sweep_folder,
@@ -59,12 +58,12 @@ def _parameters(text: str, vocab_size: int | None = None) -> float:
 
 def parse_size(text: str, vocab_size: int | None = None) -> tuple[float, float]:
     """Parse SIZE[:TOKENS] into (parameters, tokens); a preset gets this vocabulary size."""
-    from mlxlm.plan.textbook import compute_optimal_tokens
+    from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 
     size, colon, tokens = text.partition(":")
     parameters = _parameters(size, vocab_size)
     try:
-        count = float(tokens) if colon else compute_optimal_tokens(parameters)
+        count = float(tokens) if colon else TOKENS_PER_PARAMETER * parameters
     except ValueError:
         count = 0.0
     if not 0 < count < 1e18:
@@ -92,7 +91,7 @@ def _compute_budget(text: str) -> tuple[float, bool]:
 @option("Grid", "--minutes", float, _MINUTES)
 @option("Grid", "--hours", float, "The same in hours.")
 @option("Grid", "--fit-only", bool, "Fit the finished runs, without training.")
-@option("Predictions", "--compute-budget", _compute_budget, _COMPUTE_BUDGET, metavar="C")
+@option("Predictions", "--compute-budget", lambda text: _compute_budget(text) and text, _COMPUTE_BUDGET, metavar="C")
 @option("Predictions", "--predict", lambda text: parse_size(text) and text, _PREDICT, metavar="SIZE[:TOKENS]")
 @training_options.data_options(vocab_size="by the sizes")
 @training_options.setting_options(_UNUSED_SETTINGS)
@@ -100,7 +99,7 @@ def _compute_budget(text: str) -> tuple[float, bool]:
 @json_option
 def scaling(
     data: tuple[str, ...],
-    compute_budget: tuple[float, bool] | None,
+    compute_budget: str | None,
     predict: str | None,
     fit_only: bool,
     as_json: bool,
@@ -110,8 +109,8 @@ def scaling(
 
     L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
 
-    Each model is an ordinary run in its own folder. Ctrl-C finishes the step and saves; the same command, or --resume
-    FOLDER, continues what is unfinished. pretrain --hours --scaling-law FOLDER picks a model size by the result.
+    Each model is an ordinary run in its own folder. Ctrl-C finishes the step and saves; --resume FOLDER continues
+    what is unfinished. pretrain --hours --scaling-law FOLDER picks a model size by the result.
     \f
 
     N is the number of parameters, including the embedding, which in a small model is a large part and also the output
@@ -125,7 +124,8 @@ def scaling(
     grid = _grid(data, sweep_folder(data, options), options, fit_only)
     errors, exit_code = ([], 0) if fit_only else _train(grid, runtime)
     prediction = parse_size(predict, grid.vocab_size) if predict else None
-    report(grid, errors, compute_budget, prediction, as_json)
+    budget = _compute_budget(compute_budget) if compute_budget else None
+    report(grid, errors, budget, prediction, as_json)
     if exit_code:
         raise click.exceptions.Exit(exit_code)
 
@@ -133,11 +133,10 @@ def scaling(
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
     from mlxlm.experiments.scaling_grid import Grid, GridOptions, start_grid
 
-    if not data or fit_only:
-        if flags := [*(["DATA"] if data else []), *given_flags(options)]:
-            why = "--fit-only trains nothing" if fit_only else "the runs in --out have their own data and settings"
-            raise click.UsageError(f"{why}: {flags[0]} would have no effect")
+    if not data:
         return Grid.open(out)
+    if fit_only:
+        raise click.UsageError("--fit-only trains nothing: DATA would have no effect (try: --resume FOLDER --fit-only)")
     training_options.reject_unused_settings(
         {**options, "sample_every": True, "decay_fraction": None},
         data,
@@ -174,4 +173,4 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     def time_left(number: int) -> str:
         return f", about {human_seconds(grid.seconds_left(number) * 100 / runtime['power'].duty_cycle)} left"
 
-    return train_sweep(grid, runs, time_left, arguments=command_arguments(), **runtime)
+    return train_sweep(grid, runs, time_left, **runtime)

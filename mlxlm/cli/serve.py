@@ -139,7 +139,7 @@ def serve(
         tell(f"Serving {_shown(served.library.names)} at {address}/v1, with a chat page at {address}/")
         if not is_json:
             _suggest_curl(address, served.library.first(), bool(keys))
-        app = make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir)
+        app = make_app(served, rules, strict=server.strict)
         run.make_server(app, server.shutdown_timeout, partial(_on_signal, tell), server.idle_timeout).run([listener])
 
 

@@ -12,7 +12,7 @@ import click
 
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, SOURCES_HELP, SectionedCommand, data_option, json_option, option, renamed
+from mlxlm.cli.options import PATH, SOURCES_HELP, SectionedCommand, data_option, json_option, option
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.data.sources import read_texts, total_bytes
 from mlxlm.data.text import BadInput
@@ -103,10 +103,8 @@ def decode(path: str) -> None:
 @click.argument("path")
 @json_option
 @click.option("--eval-text", metavar="FILE", help="Also measure how well the tokenizer compresses this text.")
-@click.option("--text", "old_eval_text", hidden=True)
-def info(path: str, as_json: bool, eval_text: str | None, old_eval_text: str | None) -> None:
+def info(path: str, as_json: bool, eval_text: str | None) -> None:
     """Describe a tokenizer, and show how well it compresses a text."""
-    eval_text = renamed("--text", old_eval_text, "--eval-text", eval_text)
     loaded = open_tokenizer(path)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     names = ("tokenizer_type", "vocab_size", "special_tokens", *ids, "chat_template", "fingerprint")

@@ -135,6 +135,8 @@ def train_sweep(
     from mlxlm.experiments.sweep import is_finished
 
     errors, stop = [], stop_on_signal()
+    resume_command = f"{sweep.COMMAND} --resume {shlex.quote(str(sweep.path))}"
+    arguments = [*shlex.split(resume_command)[1:], *runtime_arguments()]
     for i, (name, make) in enumerate(runs):
         render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
         run = make()
@@ -143,7 +145,7 @@ def train_sweep(
             continue
         ending = None
         try:
-            ending = run_training(run, resume=True, stop=stop, **options)
+            ending = run_training(run, resume=True, stop=stop, arguments=arguments, **options)
         except TrainingError as error:  # the other runs are still of use
             errors.append(f"{name}: {error.message}")
             render.say(errors[-1], style="red")
@@ -151,7 +153,7 @@ def train_sweep(
             render.say(f"stopped after step {ending.step}, saved")
         if stop.requested and (i + 1 < len(runs) or not isinstance(ending, events.Finished)):
             render.say("Continue with:")
-            render.say(f"{sweep.COMMAND} --resume {shlex.quote(str(sweep.path))}")
+            render.say(resume_command)
             return errors, stop.exit_code
     return errors, 1 if errors else 0
 

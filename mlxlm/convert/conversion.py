@@ -66,13 +66,11 @@ class OutputFormat:
         write: `write(source, tensors, path, out, type)` writes the model to `path`, a new folder or file that becomes
             `out`. `type` is the requested one, if any. In a folder without one, the tensors are quantized as those of
             `source`, otherwise dequantized.
-        backends: Other programs that read the format, names in `cross_check.REQUIRED_PACKAGES`.
         ignored: "dtype" or "outtype" -> why it has no effect.
     """
 
     name: str
     write: Callable[[WritableCheckpoint, LazyTensors, Path, Path, str | None], gguf.WriteResult]
-    backends: tuple[str, ...]
     ignored: Mapping[str, str]
 
 
@@ -161,10 +159,10 @@ def _decoder_config(source: WritableCheckpoint) -> ModelConfig:
 
 
 _OUTTYPE_IGNORED = {"outtype": "it is for .gguf files"}
-_FOLDER = OutputFormat("huggingface", _write_folder, ("transformers", "mlx_lm"), _OUTTYPE_IGNORED)
+_FOLDER = OutputFormat("huggingface", _write_folder, _OUTTYPE_IGNORED)
 _FILES = {
-    ".gguf": OutputFormat("gguf", _write_gguf, ("llama.cpp",), {"dtype": "`outtype` sets the type of a .gguf file"}),
-    ".bin": OutputFormat("llama2.c", _write_llama2c, (), {"dtype": "llama2.c files are float32", **_OUTTYPE_IGNORED}),
+    ".gguf": OutputFormat("gguf", _write_gguf, {"dtype": "`outtype` sets the type of a .gguf file"}),
+    ".bin": OutputFormat("llama2.c", _write_llama2c, {"dtype": "llama2.c files are float32", **_OUTTYPE_IGNORED}),
 }
 
 
@@ -266,7 +264,6 @@ def convert(
     adapter: Path | str | None = None,
     importance: Mapping[str, np.ndarray] | None = None,
     verify_output: bool = True,
-    cross_check: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> ConversionReport:
     """Convert a checkpoint to the format that the name `out` stands for.
@@ -285,9 +282,6 @@ def convert(
         importance: Importance weights of the columns of matrices, for an `outtype` of at most 6 bits: what
             `mlxlm.quantize.importance_weights` returns for the same source.
         verify_output: Read the output again and compare it with the source, see `verify`.
-        cross_check: Also run the output with the other programs that read its format (transformers and mlx_lm, or
-            llama.cpp), which must predict the same tokens. Takes seconds to start each; a program that isn't installed
-            is reported as skipped.
         progress: Called as `progress(phase, done, total)`: bytes while writing, then the steps of each check.
 
     Raises:
@@ -307,8 +301,6 @@ def convert(
     if importance and outtype not in gguf.IMPORTANCE_OUTTYPES:
         hint = f"`outtype` {', '.join(gguf.IMPORTANCE_OUTTYPES)}"
         raise ArgumentError(f"`importance` would have no effect on {outtype or 'unquantized weights'}", hint)
-    if cross_check and not verify_output:
-        raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
     source_checkpoint = open_module_checkpoint(source, adapter)
     is_folder = format is _FOLDER
@@ -323,11 +315,7 @@ def convert(
         written = open_module_checkpoint(path)
         checks = []
         if verify_output:
-            backends = [name for name in format.backends if cross_check and not (packed and name == "transformers")]
-            if isinstance(written, ModuleCheckpoint):  # whose tensors are those of mlx_lm's modules
-                backends = [name for name in backends if name == "mlx_lm"]
-            arguments = (str(out), backends, progress, files.tokens_may_differ, bool(importance))
-            checks = verify(source_checkpoint, written, *arguments)
+            checks = verify(source_checkpoint, written, str(out), progress, bool(importance))
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
     reasons = _OTHER_K_REASONS if "_K" in (files.outtype or "") else _OTHER_TYPE_REASONS
@@ -345,7 +333,7 @@ def convert(
         bits_per_weight=8 * sizes.total() / parameters,
         seconds=time.monotonic() - started,
         checks=checks,
-        warnings=[*files.warnings, *_backend_warnings(checks)],
+        warnings=files.warnings,
         notes=[*notes, *(_folder_notes(source_checkpoint, packed) if is_folder and dtype is None else ())],
     )
 
@@ -389,9 +377,3 @@ def _folder_notes(source: WritableCheckpoint, packed: WritableCheckpoint | None)
     for kind, names in group_layers_by_value(_quantized_types((packed or source).tensors)).items():
         notes.append(f"dequantized from {kind}, which MLX has no format for: {names}")
     return notes
-
-
-def _backend_warnings(checks: list[Check]) -> list[str]:
-    """Warnings about other programs that can't run the output, or compute something else."""
-    verbs = {"refused": "can't run this output", "differs": "can't run this output as it is"}
-    return [f"{check.name} {verbs[check.result]}: {check.detail}" for check in checks if check.result in verbs]

@@ -45,9 +45,8 @@ class Check:
     """The result of one comparison.
 
     Attributes:
-        name: What was compared, or the name of a program.
-        result: "equal", "within rounding", "in part" (the format can't represent all of it) or "skipped"; for another
-            program also "differs" or "refused", if it computes this model differently or can't run it.
+        name: What was compared.
+        result: "equal", "within rounding", "in part" (the format can't represent all of it) or "skipped".
         detail: One phrase.
     """
 

@@ -1,9 +1,9 @@
-"""Verify an output: compare its tensors, logits and greedy tokens with the source, and run it with other programs."""
+"""Verify an output: compare its tensors, logits and greedy tokens with the source."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import psutil
@@ -14,11 +14,13 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf.affine import EXACT_BITS, GROUP_SIZE
 from mlxlm.checkpoint.gguf.k_quants import USE_IMPORTANCE
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, bitwise_equal
+from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare, dequantized_tensors, to_float32
-from mlxlm.convert.cross_check import cross_check, greedy_tokens
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check, check_metadata
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 NUM_GREEDY_TOKENS = 64  # tokens
@@ -60,12 +62,10 @@ def verify(
     source: WritableCheckpoint,
     written: WritableCheckpoint,
     label: str,
-    backends: Sequence[str] = (),
     progress: Progress = lambda phase, done, total: None,
-    tokens_may_differ: bool = False,
     has_importance: bool = False,
 ) -> list[Check]:
-    """Compare an output with its source, and with what other programs compute from it.
+    """Compare an output with its source.
 
     If every weight is equal bit for bit, logits and greedy tokens must be too. If weights were rounded, each must be
     its source rounded to its type, and the KL divergence of the logits at most `MAX_KL` of that type. Configuration and
@@ -75,9 +75,7 @@ def verify(
         source: The source.
         written: The output, opened again.
         label: The output's name in errors.
-        backends: Other programs to run it with, names in `cross_check.REQUIRED_PACKAGES`.
         progress: Called as `progress(phase, done, total)`.
-        tokens_may_differ: Whether the writer has warned that other programs tokenize some texts differently.
         has_importance: Whether weights were rounded with importance weights.
 
     Raises:
@@ -95,27 +93,26 @@ def verify(
         comparison = compare(wide, written_wide, [ids], progress=partial(progress, "comparing logits"))
         checks.append(_check_logits(comparison, rounded, label))
     if reason:
-        skipped = (*(["logits"] if whole else []), "greedy tokens", *backends)
+        skipped = (*(["logits"] if whole else []), "greedy tokens")
         return [*checks, *(Check(name, "skipped", reason) for name in skipped)]
     room, window = _room(written.config)
     start = max(1, min(16, room // 2, len(ids) // 2, (window or room) // 2))
     count = min(NUM_GREEDY_TOKENS, room - start)
 
     def greedy(checkpoint: WritableCheckpoint, done: int) -> list[int]:
-        def report(n: int) -> None:
-            progress("comparing greedy tokens", done + n, 2 * count)
-
-        return greedy_tokens(checkpoint, ids[:start], count, report)
+        model, _ = load_checkpoint(checkpoint)
+        tokens = []
+        for token in greedy_tokens(DecodeStep(model), ids[:start], count):
+            tokens.append(token)
+            progress("comparing greedy tokens", done + len(tokens), 2 * count)
+        return tokens
 
     before, after = greedy(wide, 0), greedy(written_wide, count)
     same = next((i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b), count)
     if exact and same < count:
         raise CheckpointError(f"{label}: greedy token {same + 1} is {after[same]} and was {before[same]}")
     detail = f"all {count}" if same == count else f"{same} of {count} before rounding decides for another one"
-    checks.append(Check("greedy tokens", "equal" if same == count else "within rounding", detail))
-    # mlx_lm and llama.cpp run some families without their sliding window, so the text must fit in it.
-    text = [*ids[:start], *after][: max(window or room, 2)]
-    return [*checks, *cross_check(source, written, label, backends, text, start, progress, tokens_may_differ)]
+    return [*checks, Check("greedy tokens", "equal" if same == count else "within rounding", detail)]
 
 
 def comparison_tokens(checkpoint: WritableCheckpoint) -> list[int]:
@@ -208,7 +205,7 @@ def parameter_count(checkpoint: WritableCheckpoint) -> int:
 
 
 def _too_large(checkpoint: WritableCheckpoint) -> str | None:
-    """Why the model isn't run as a whole; None if it fits in memory in float32, which other programs need too."""
+    """Why the model isn't run as a whole; None if it fits in memory in float32."""
     copies = 2 if isinstance(checkpoint, ModuleCheckpoint) else 1  # which are compared as wholes
     needed = 4 * copies * parameter_count(checkpoint)
     room = min(psutil.virtual_memory().available, platform.total_memory())

@@ -49,7 +49,7 @@ def _names() -> list[tuple[str, str]]:
     return [*names, *((name, "HOST") for name in (host, host.partition(".")[0]) if len(name) >= 6)]
 
 
-KERNELS, BENCHMARKS = "kernels", "kernel benchmarks"  # sections that the report treats differently
+KERNELS, BENCHMARKS = "kernels", "kernel benchmarks"  # sections
 Status = Literal["passed", "failed", "skipped"]
 _MAX_REASON = 300  # characters of an exception; the traceback has all of it
 

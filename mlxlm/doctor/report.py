@@ -1,17 +1,17 @@
-"""The report of all checks: a JSON file, and a page for people with one row for checks of the same name."""
+"""The report of all checks: a JSON file, and a summary with one row for checks of the same name."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.doctor.check import BENCHMARKS, KERNELS, Result
-from mlxlm.report.html import render_html
-from mlxlm.utils.files import atomic_new_folder
-from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
-from mlxlm.utils.json_files import write_json
+from mlxlm.doctor.check import KERNELS, Result
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.files import atomic_new_file
+from mlxlm.utils.formatting import human_bytes, human_flops, human_seconds
 from mlxlm.utils.resources import resource
 
 _UNITS = {
@@ -20,7 +20,6 @@ _UNITS = {
     "prompt_tokens_per_second": lambda x: f"{x:,.0f} tokens/s",
     "tokens_per_second": lambda x: f"{x:,.4g} tokens/s",
     "share_of_bandwidth": lambda x: f"{x:.0%}",
-    "parameters": human_count,
 }
 
 
@@ -33,27 +32,6 @@ def summarize(results: Iterable[Result]) -> list[tuple[str, ...]]:
         (*names, _outcome(group), f"{sum(result.seconds for result in group):.1f} s", _phrase(group))
         for names, group in groups.items()
     ]
-
-
-def display(name: str, value: Any) -> str:
-    """Show a value of a result or a fact with its unit, which follows from its name."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if name in _UNITS:
-        return _UNITS[name](value)
-    if name.endswith("_bytes") or name == "bytes_per_token":
-        return human_bytes(value)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _outcome(group: Sequence[Result]) -> str:
@@ -101,10 +79,12 @@ def _shown(values: Mapping[str, Any]) -> Iterable[str]:
         "mlx": "MLX's operations in {}",
         "blockwise": "blockwise operations in {}",
     }
-    return (phrase.format(display(name, values[name])) for name, phrase in phrases.items() if name in values)
+    return (phrase.format(_displayed(name, values[name])) for name, phrase in phrases.items() if name in values)
 
 
-_MAX_ROWS = 12  # of a table that is not folded
+def _displayed(name: str, value: float) -> str:
+    """Show a value with its unit, which follows from its name."""
+    return _UNITS[name](value) if name in _UNITS else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 @dataclass(frozen=True)
@@ -140,33 +120,13 @@ class Report:
         checks = [asdict(result) for result in self.results]
         return {"date": self.date, "seconds": round(self.seconds, 1), "facts": self.facts, "checks": checks}
 
-    def write(self, folder: Path) -> None:
-        """Write both files into a new folder.
-
-        Raises:
-            CheckpointError: The folder exists, or can't be written.
-        """
-        with atomic_new_folder(folder) as partial:
-            write_json(partial / "doctor.json", self.to_dict())
-            (partial / "doctor.html").write_text(self.to_html(), encoding="utf-8")
-
-    def to_html(self) -> str:
-        """The page."""
-        facts = [(_label(name), display(name, value)) for name, value in self.facts.items() if name != "packages"]
-        return render_html(
-            Path(__file__).with_name("page.html"),
-            title=f"mlxlm doctor: {self.facts['chip']}, {self.facts['device'].partition(' ')[0]}",
-            headline=f"{self.headline}, {self.date} UTC",
-            failed=self.failed,
-            summary=summarize(self.results),
-            facts=facts,
-            packages=list(self.facts["packages"].items()),
-            kernels=_kernel_rows(self.results),
-            sections=[_section(name, self.results) for name in dict.fromkeys(r.section for r in self.results)],
-        )
+    def write(self, path: Path) -> None:
+        """Write a JSON file. Raise CheckpointError if it exists, or can't be written."""
+        with atomic_new_file(path, CheckpointError, "another `out`") as file:
+            file.write(json.dumps(self.to_dict(), indent=2, ensure_ascii=False).encode())
 
 
-def _kernel_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
+def summarize_metal_kernels(results: Iterable[Result]) -> list[tuple[str, ...]]:
     """For each Metal kernel: the number of checks that launched it, how many failed, and the largest error.
 
     There are no rows if none was launched.
@@ -183,27 +143,3 @@ def _kernel_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
         largest = f"{max(errors):.1e}" if errors else "–"
         rows.append((name, str(len(launched)), str(failed) if launched else "–", largest))
     return rows if any(checks.values()) else []
-
-
-def _section(section: str, results: Iterable[Result]) -> dict[str, Any]:
-    """The table of a section, with a column for each value that is a number or a text."""
-    rows = [result for result in results if result.section == section]
-    hidden = {"why", "details", "kernels", "operations", "tolerance"}
-    columns = dict.fromkeys(name for row in rows for name in row.values if name not in hidden)
-    table = [
-        (
-            row.title,
-            f"{row.status}: {row.reason}" if row.reason else row.status,
-            *(display(name, row.values[name]) if name in row.values else "" for name in columns),
-            f"{row.seconds:.2f}",
-        )
-        for row in rows
-    ]
-    in_use = [tuple(o.values()) for row in rows for o in row.values.get("operations", ())]
-    return {
-        "name": section,
-        "header": ["check", "result", *map(_label, columns), "seconds"],
-        "rows": table,
-        "folded": section in (KERNELS, BENCHMARKS) and len(table) > _MAX_ROWS,
-        "in_use": in_use,
-    }

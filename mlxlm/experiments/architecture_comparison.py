@@ -15,7 +15,7 @@ from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, infer_field, parse_overrides, parse_value
 from mlxlm.data import DataOptions, TokenDataset
-from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, saved_args
+from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.report.plots import plot_runs
@@ -226,7 +226,7 @@ def start_comparison(
     settings: Mapping[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Comparison:
-    """Make the folder `out` for a comparison, or open it if it was made with the same arguments.
+    """Make the folder `out` for a comparison.
 
     All variants see the same tokens in the same order, unless a variant has its own `seed`.
 
@@ -242,7 +242,8 @@ def start_comparison(
         phase: See `start_run`.
 
     Raises:
-        ConfigError: There are fewer than two variants, one can't be trained, or `out` has other contents.
+        ConfigError: There are fewer than two variants, or one can't be trained.
+        CheckpointError: `out` exists.
         DataError, TokenizerError: As `start_run`.
     """
     out, data, tokenizer = Path(out), as_data_options(data), as_tokenizer_options(tokenizer)
@@ -251,10 +252,7 @@ def start_comparison(
     shared = TrainSettings.provisional(settings)
     config = config.with_changes(max_position_embeddings=shared.max_seq_length)  # some overrides depend on it
     configs = [variant.apply_to(config) for variant in variants]
-    own = {"settings": settings, "config": config_to_hf(config), "variants": [asdict(variant) for variant in variants]}
-    args = saved_args(data, tokenizer, minutes=budget.minutes, tokens=budget.tokens, **own)
-    if comparison := Comparison.reopen(out, args):
-        return comparison
+    model = {"config": config_to_hf(config), "variants": [asdict(variant) for variant in variants]}
     check_duration(minutes=budget.minutes, tokens=budget.tokens, steps=settings.get("steps"))
     _variant_settings(variants, configs, settings)
     with atomic_new_folder(out) as folder:
@@ -263,8 +261,7 @@ def start_comparison(
         if settings.get("steps") is None:
             settings["steps"] = _steps(configs, _variant_settings(variants, configs, settings), budget, shards, phase)
         _variant_settings(variants, configs, settings)  # check all variants before the first is trained
-        model = {"config": args["config"], "variants": args["variants"]}
-        Comparison.write(folder, shards, **model, settings=settings, saved_args=args)
+        Comparison.write(folder, shards, **model, settings=settings)
     return Comparison.open(out)
 
 

@@ -13,10 +13,10 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.manifest import prepared_source
 from mlxlm.experiments.scaling_fit import ScalingPoint
-from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, saved_args
+from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data
+from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
-from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
 from mlxlm.train.budget import fit_token_seconds, guess_vocab_size, nearest_models, num_rows
 from mlxlm.train.memory_limits import check_memory
@@ -199,7 +199,7 @@ def start_grid(
     settings: dict[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Grid:
-    """Make the folder `out` for a grid of runs, or open it if it was made with the same arguments.
+    """Make the folder `out` for a grid of runs.
 
     Each run has its own learning rate schedule, because the loss in the middle of a longer run is higher (Hoffmann et
     al. 2022, A). Chosen token counts are at most four epochs of the text.
@@ -213,14 +213,12 @@ def start_grid(
         phase: See `start_run`.
 
     Raises:
-        ConfigError: The grid can't be trained, or `out` has other contents.
+        ConfigError: The grid can't be trained.
+        CheckpointError: `out` exists.
         DataError, TokenizerError: As `start_run`.
     """
     out, options = Path(out), options or GridOptions()
     data, tokenizer = as_data_options(data), as_tokenizer_options(tokenizer)
-    args = saved_args(data, tokenizer, **asdict(options), settings=settings or {})
-    if grid := Grid.reopen(out, args):
-        return grid
     values = {"eval_every": 0, "max_seq_length": _MAX_SEQ_LENGTH, **(settings or {})}
     set_default_dtype(values)
     provisional = TrainSettings.provisional({"batch_size": 4, **values})
@@ -241,7 +239,7 @@ def start_grid(
         runs = [asdict(run) for run in plan_runs(lengths, values, token_seconds)]
         by_ratio = not options.tokens and bool(options.sizes or options.tokens_per_parameter)
         sizes = {"vocab_size": loaded.vocab_size, "unique_tokens": unique_tokens}
-        Grid.write(folder, shards, runs=runs, settings=values, by_ratio=by_ratio, saved_args=args, **sizes)
+        Grid.write(folder, shards, runs=runs, settings=values, by_ratio=by_ratio, **sizes)
     return Grid.open(out)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
-import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -41,13 +39,11 @@ class Sweep(ABC):
         path: The folder.
         settings: Fields of `TrainSettings` that all runs share.
         data: Folder of the token shards.
-        saved_args: The arguments the sweep was started with, see `saved_args`.
     """
 
     path: Path
     settings: dict[str, Any]
     data: Path
-    saved_args: dict[str, Any]
 
     KIND: ClassVar[str]  # in error messages
     FILE: ClassVar[str]
@@ -70,7 +66,6 @@ class Sweep(ABC):
                 path=path,
                 settings=dict(values["settings"]),
                 data=path / values["data"],
-                saved_args=dict(values["saved_args"]),
                 **cls.parse_fields(values, file),
             )
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -85,21 +80,6 @@ class Sweep(ABC):
             AttributeError, KeyError, TypeError, ValueError: A key is missing or invalid.
             ConfigError: A value can't work; the message names `file`.
         """
-
-    @classmethod
-    def reopen(cls, path: Path, args: Mapping[str, Any]) -> Self | None:
-        """Return the sweep in `path`, or None if there is none yet.
-
-        Raises:
-            ConfigError: It was started with arguments other than `args`.
-        """
-        if not (path / cls.FILE).is_file():
-            return None
-        sweep = cls.open(path)
-        if changed := [name for name, value in args.items() if sweep.saved_args.get(name) != value]:
-            hint = f"{cls.COMMAND} --resume {shlex.quote(str(path))} to continue it, or another `out`"
-            raise ConfigError(f"{path} is a {cls.KIND} with other {', '.join(changed)}", hint)
-        return sweep
 
     @classmethod
     def write(cls, folder: Path, shards: Path, **fields: Any) -> None:
@@ -130,33 +110,6 @@ class Sweep(ABC):
         return start_run(path, [self.data], config, settings={**self.settings, **settings}, phase=phase)
 
 
-def saved_args(data: DataOptions, tokenizer: TokenizerOptions, **arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a sweep, as read back from JSON. Paths are absolute.
-
-    Raises:
-        DataError: A source is stdin or a pipe, which can't be read again.
-    """
-    if (source := unseekable_source(data.sources)) is not None:
-        raise DataError(f"{source} can be read only once, and a folder of runs can be continued", "a file")
-    values = {
-        "sources": _absolute(data.sources),
-        "weights": data.weights,
-        "text_column": data.text_column,
-        "dedup": data.dedup,
-        "validation": _absolute(data.validation),
-        "validation_fraction": data.validation_fraction,
-        "tokenizer": None if tokenizer.path is None else str(Path(tokenizer.path).resolve()),
-        "tokenizer_type": tokenizer.tokenizer_type,
-        "vocab_size": tokenizer.vocab_size,
-        **arguments,
-    }
-    return json.loads(json.dumps(values))
-
-
-def _absolute(paths: Sequence[str | Path]) -> list[str]:
-    return [str(Path(path).resolve()) for path in paths]
-
-
 def prepare_shared_data(
     folder: Path, data: DataOptions, tokenizer: TokenizerOptions, vocab_size: int, *, seed: int, phase: Phase
 ) -> tuple[Tokenizer, Path]:
@@ -172,7 +125,12 @@ def prepare_shared_data(
 
     Returns:
         The tokenizer, and the folder of the shards.
+
+    Raises:
+        DataError: A source is stdin or a pipe, which can't be read twice.
     """
+    if (source := unseekable_source(data.sources)) is not None:
+        raise DataError(f"{source} can be read only once", "a file")
     prepared = prepared_source(data.sources)
     loaded = existing_tokenizer(tokenizer, prepared)
     if loaded is None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         run_batch,
     )
     from mlxlm.generation.loaded_model import GenerationConfig, LoadedModel, load
-    from mlxlm.generation.logit_filters import filter_logits
     from mlxlm.generation.options import GenerationOptions
     from mlxlm.generation.request import Request
     from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
@@ -41,7 +40,6 @@ __all__ = [
     "TextStream",
     "Timings",
     "embed",
-    "filter_logits",
     "get_engine",
     "greedy_tokens",
     "hidden_states",

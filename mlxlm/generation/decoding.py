@@ -303,8 +303,6 @@ class Batch(Generic[AnyRow]):
         row.sampler.restore(before)
         return from_rank_0(row.sampler(logits)).item(), caches
 
-    # Drafts of several rows would go here: a draft of each, and a pass over all of them, padded to the longest.
-
     def _waits_for_draft(self) -> bool:
         """Whether the next pass needs the tokens of the last one first, since it may read a draft after them."""
         if self._drafting is None or self.rows[0].is_fed:

@@ -126,14 +126,14 @@ class Engine:
         self.lm = replace(lm)  # its own, so that a model and its engines are freed together
         self.kv = kv or KVOptions()
         self.batch_size, self._max_waiting, self._speculates = batch_size, max_waiting, speculation is not None
-        make_cache(lm.model, self.kv)  # raises for options that don't fit the model
         limit = default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes
         self._memory = KVMemory(lm, self.kv, limit if lm.workers is None else min(limit, lm.workers.max_kv_bytes))
         self._prefix_cache_bytes, self._is_limited = prefix_cache_bytes, max_kv_bytes is not None
-        folder = None
+        make_caches, folder = partial(make_cache, lm.model, self.kv), None
         if prefix_cache_dir is not None:
-            folder = PrefixCacheFolder(prefix_cache_dir, _FOLDER_BYTES, cache_identity(lm, self.kv))
-        self._prefix_cache = PrefixCache(partial(make_cache, lm.model, self.kv), self._max_prefix_bytes(), folder)
+            identity = cache_identity(lm, self.kv)
+            folder = PrefixCacheFolder(prefix_cache_dir, _FOLDER_BYTES, identity, make_caches)
+        self._prefix_cache = PrefixCache(make_caches, self._max_prefix_bytes(), folder)
         self._scheduler = Scheduler(self.lm, self.kv, batch_size, self._prefix_cache, self._memory, speculation)
         self._lock = threading.Lock()
         self._inbox: deque[Text] = deque()
@@ -314,8 +314,7 @@ class Engine:
         def free() -> None:
             self._drop_lost_results()
             self._scheduler.fail_all(closed)
-            self._prefix_cache.flush()
-            self._prefix_cache.clear()
+            self._prefix_cache.evict(0)
 
         device_thread.run(free)
 

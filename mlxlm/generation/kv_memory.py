@@ -40,11 +40,13 @@ def default_max_kv_bytes(lm: LoadedModel) -> int:
 
 def prefill_step_size(lm: LoadedModel) -> int:
     """How many tokens of a prompt are read at once: on a Mac whose memory has little room, fewer than elsewhere."""
-    size = PREFILL_STEP_SIZE
-    if mx.metal.is_available():
-        max_tokens = _ACTIVATION_SHARE * _free_bytes(lm) / activation_bytes(lm, 1)
-        while size > _MIN_STEP_SIZE and size > max_tokens:
-            size //= 2
+    return _step_size(lm, PREFILL_STEP_SIZE, _free_bytes(lm)) if mx.metal.is_available() else PREFILL_STEP_SIZE
+
+
+def _step_size(lm: LoadedModel, size: int, max_bytes: int) -> int:
+    """`size`, halved until the activations of as many tokens take a quarter of `max_bytes`, but not below 512."""
+    while size > _MIN_STEP_SIZE and activation_bytes(lm, size) > _ACTIVATION_SHARE * max_bytes:
+        size //= 2
     return size
 
 
@@ -79,8 +81,7 @@ class StepMemory:
 
         Activations get a quarter, or what `_MIN_STEP_SIZE` tokens need if that is more.
         """
-        while max_tokens > _MIN_STEP_SIZE and activation_bytes(lm, max_tokens) > _ACTIVATION_SHARE * max_bytes:
-            max_tokens //= 2
+        max_tokens = _step_size(lm, max_tokens, max_bytes)
         scores = int(_SCORE_SHARE * max_bytes) if ON_CPU else None
         logits = _LOGIT_COPIES * batch_size * lm.config.vocab_size * 4
         used = activation_bytes(lm, max_tokens) + (scores or 0) + logits

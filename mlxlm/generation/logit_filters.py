@@ -321,22 +321,6 @@ def filter_numbers(options: FilterOptions, vocab_size: int) -> dict[str, float]:
     return numbers
 
 
-def filter_logits(logits: mx.array, options: FilterOptions, xtc_rows: mx.array | None = None) -> mx.array:
-    """Apply the temperature and the filters of `FILTERS` that are on, in this order.
-
-    Args:
-        logits: `[B, V]`, any float dtype.
-        options: The settings of all rows.
-        xtc_rows: bool `[B]`, the rows to apply XTC to. None for no row.
-
-    Returns:
-        float32 `[B, V]`, the logits to draw from, shifted so that the highest logit before the filters is 0.
-    """
-    numbers = filter_numbers(options, logits.shape[-1])
-    logits = apply_temperature(logits, logits.max(axis=-1, keepdims=True), numbers.get("temperature", 1))
-    return apply_filters(FilteredLogits(logits, xtc_rows=xtc_rows), numbers).logits
-
-
 def apply_temperature(logits: mx.array, highest: mx.array, temperature: Number) -> mx.array:
     """Divide the logits `[B, V]` by `temperature` (Ackley et al. 1985), the highest `[B, 1]` shifted to 0. float32."""
     # The shift changes no probability and keeps the highest logit finite at any temperature.

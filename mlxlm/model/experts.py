@@ -18,10 +18,12 @@ from mlxlm.kernels.eval_points import eval_point
 from mlxlm.model.feed_forward import FeedForward, make_activation
 from mlxlm.model.linear import Linear, QuantizedMatrices
 
-_SORT_FROM = 64  # pairs of a token and an expert; fewer are multiplied one by one, as in mlx_lm
+# Pairs of a token and an expert from which they are sorted; fewer are multiplied in any order, as in mlx_lm.
+_SORT_FROM = 32 if ON_CPU else 64
 # Rows of a block on a CPU: for 8,192 rows and 8 experts of 256 x 512, blocks of 32 take a quarter of the time of
-# single rows, and as long as one dense product. A GPU's kernels take sorted single rows.
-_MAX_BLOCK = 64 if ON_CPU else 1
+# single rows, and as long as one dense product. A product of 2 to 8 rows takes longer than as many of one row, where a
+# weight is in the cache for the next row of its expert. A GPU's kernels take sorted single rows.
+_MIN_BLOCK, _MAX_BLOCK = (16, 64) if ON_CPU else (1, 1)
 
 
 class Blocks(NamedTuple):
@@ -48,6 +50,7 @@ def group_by_expert(chosen: mx.array, num_experts: int) -> Blocks:
     size = 1
     while size < _MAX_BLOCK and 2 * size * num_experts <= count:
         size *= 2
+    size = size if size >= _MIN_BLOCK else 1
     order = mx.argsort(flat)
     if size == 1:
         rows = mx.argsort(order).reshape(chosen.shape)

@@ -16,7 +16,7 @@ from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mlxlm.plan.advice import Fits, best_entry, bits_that_fit, chat_fit, entry_fit, find_limits, suggest_change
-    from mlxlm.plan.flops import count_training_flops, flops_by_length
+    from mlxlm.plan.flops import count_training_flops
     from mlxlm.plan.inference import Serving, inference_memory, quantized_bits
     from mlxlm.plan.machines import MACHINES, Machine, custom_machine, this_machine
     from mlxlm.plan.memory import training_memory
@@ -46,7 +46,6 @@ __all__ = [
     "quantized_bits",
     "this_machine",
     "training_memory",
-    "flops_by_length",
 ]
 __getattr__ = lazy_exports(__name__)
 

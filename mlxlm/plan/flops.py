@@ -1,16 +1,14 @@
-"""Floating-point operations of training, by component and by sequence length."""
+"""Floating-point operations of training, by component."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.counts import attended_keys, forward_flops, mean_attended_keys
-from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
-_LENGTHS = tuple(1 << n for n in range(9, 18))
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla", table 3)
 ATTENTION_PARTS = ("scores", "scores_values")  # grow with the square of the sequence length
 
 
@@ -81,32 +79,7 @@ def count_training_flops(config: ModelConfig, training: Training, num_devices: i
         forward=forward,
         causal=sum(causal[part] for part in ATTENTION_PARTS),
         recomputed=sum(forward.values()) - forward["head"] if training.grad_checkpoint else 0.0,
-        rule_of_thumb=textbook.training_flops(config.active_parameter_count(), 1, training.grad_checkpoint),
+        rule_of_thumb=(8 if training.grad_checkpoint else 6) * config.active_parameter_count(),
         tokens_per_step=training.tokens_per_step * num_devices,
         computed_fraction=training.keys_computed(config) * config.num_hidden_layers / keys,
     )
-
-
-@dataclass(frozen=True)
-class LengthFlops:
-    """How the forward operations of a sequence divide into components.
-
-    Attributes:
-        length: Tokens of the sequence.
-        flops: Its forward operations.
-        shares: Share of each component.
-    """
-
-    length: int
-    flops: float
-    shares: dict[str, float]
-
-
-def flops_by_length(config: ModelConfig, lengths: Sequence[int] = _LENGTHS) -> list[LengthFlops]:
-    """Divide the forward operations into components for sequences of 512 to 131,072 tokens, without a causal saving."""
-    found = []
-    for length in lengths:
-        parts = forward_flops(config, attended_keys(config, length))
-        total = sum(parts.values())
-        found.append(LengthFlops(length, length * total, {name: part / total for name, part in parts.items()}))
-    return found

@@ -11,10 +11,9 @@ from typing import Any
 from mlxlm.config import ModelConfig
 from mlxlm.config.counts import count_parameters
 from mlxlm.families import config_to_hf
-from mlxlm.plan import textbook
 from mlxlm.plan.advice import Change, Fits, find_limits, suggest_change
 from mlxlm.plan.corpus import Corpus, count_corpus
-from mlxlm.plan.flops import Flops, LengthFlops, count_training_flops, flops_by_length
+from mlxlm.plan.flops import TOKENS_PER_PARAMETER, Flops, count_training_flops
 from mlxlm.plan.inference import InferenceMemory, Serving, default_serving, inference_memory, with_loaded_bits
 from mlxlm.plan.machines import Machine, find_machine
 from mlxlm.plan.memory import TrainingMemory, optimizer_bytes, training_memory
@@ -110,7 +109,6 @@ class Plan:
         serving: How it is used. Weights have the bits that they have once loaded.
         parameters: Parameter counts by component.
         flops: Floating-point operations of training.
-        flops_by_length: How the forward operations divide at other sequence lengths.
         memory: Memory of mlxlm's training step, on each device.
         inference: Memory for inference.
         tokens: Tokens to train on.
@@ -129,7 +127,6 @@ class Plan:
     serving: Serving
     parameters: dict[str, int]
     flops: Flops
-    flops_by_length: list[LengthFlops]
     memory: TrainingMemory
     inference: InferenceMemory
     tokens: float
@@ -163,24 +160,6 @@ class Plan:
         measured = Duration(machine, 1, mfu, "measured", seconds_per_step, steps, self.tokens)
         return replace(self, measured_memory=peak_memory, measured_duration=measured)
 
-    def textbook(self) -> dict[str, float]:
-        """Evaluate the formulas of `mlxlm.plan.textbook` for this plan.
-
-        Returns:
-            Counts and bytes by the formula's name. `forward_flops` is for a batch, `training_flops` for all tokens.
-        """
-        c, t, count = self.config, self.training, self.parameter_count
-        h, layers, b, s = c.hidden_size, c.num_hidden_layers, t.batch_size, t.max_seq_length
-        return {
-            "dense_parameters": textbook.dense_parameters(h, layers),
-            "inference_bytes": textbook.inference_bytes(count),
-            "training_bytes": sum(textbook.training_bytes(count).values()),
-            "activation_bytes": textbook.activation_bytes(b, s, h, c.num_attention_heads, layers),
-            "cache_bytes": textbook.cache_bytes(b, h, layers, s, 0),
-            "forward_flops": textbook.forward_flops(b, s, h, layers, c.vocab_size),
-            "training_flops": textbook.training_flops(count, self.tokens, t.grad_checkpoint),
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a JSON object, in bytes, seconds and counts."""
         flops, times = self.flops, ("seconds", "tokens_per_second")
@@ -196,7 +175,6 @@ class Plan:
                 **_as_dict(flops, "forward_total", "attention", "backward", "per_token", "per_step"),
                 "total": flops.per_token * self.tokens,
             },
-            "flops_by_length": [asdict(flops) for flops in self.flops_by_length],
             "memory": _as_dict(self.memory, "backward", "update", "total"),
             "measured_memory": self.measured_memory,
             "serving": asdict(self.serving),
@@ -210,7 +188,6 @@ class Plan:
             "fits": self.fits and asdict(self.fits),
             "change": self.change
             and {"text": self.change.text, "cost": self.change.cost, "peak_memory": self.change.peak_memory},
-            "textbook": self.textbook(),
         }
 
 
@@ -269,7 +246,7 @@ def plan(
     training = replace(training, **{name: value for name, value in changes.items() if name in training_fields})
     count = config.parameter_count()
     corpus = count_corpus(data, config.vocab_size, text_column) if data else None
-    optimal = textbook.compute_optimal_tokens(config.active_parameter_count())
+    optimal = TOKENS_PER_PARAMETER * config.active_parameter_count()
     tokens = optimal if tokens is None else tokens
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
@@ -285,7 +262,6 @@ def plan(
         serving=serving,
         parameters=count_parameters(config),
         flops=flops,
-        flops_by_length=flops_by_length(config),
         memory=training_memory(config, training),
         inference=inference_memory(config, serving),
         tokens=tokens,

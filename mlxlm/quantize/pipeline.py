@@ -20,11 +20,10 @@ from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import GROUP_SIZES
-from mlxlm.convert.compare import dequantized_tensors, to_float32
+from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.convert.conversion import check_folder_name, folder_name
-from mlxlm.convert.cross_check import cross_check, cross_check_length, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
-from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
+from mlxlm.convert.verify import Progress
 from mlxlm.families import weight_mappings
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
@@ -39,9 +38,6 @@ from mlxlm.utils.json_files import write_json
 
 _SCRATCH = ".scratch"
 _FEW_TOKENS = 256  # a mean over fewer tokens says little
-_PROMPT_TOKENS, _GREEDY_TOKENS = 16, 32
-# mlx_lm runs only MLX's quantized products, which take 0.02 to 0.9 GB of weights a second on a CPU.
-_MAX_CPU_PARAMETERS = 5_000_000
 
 
 def quantize(
@@ -100,8 +96,6 @@ def quantize(
         shutil.rmtree(scratch)
         written = open_module_checkpoint(folder)
         checks = verify(model.checkpoint, written, str(out), checksums, progress) if settings.verify else []
-        if settings.cross_check:
-            checks.append(cross_check_mlx_lm(model.checkpoint, written, str(out), progress))
         metrics = evaluate(model.checkpoint, written, texts.evaluation, progress) if settings.evaluate else None
         source_bytes, nbytes = (sum(t.nbytes for t in c.tensors.values()) for c in (model.checkpoint, written))
         report = QuantizationReport(
@@ -230,28 +224,3 @@ def verify(
         Check("tensors", "equal", f"{len(checksums)} tensors, bit for bit"),
         *check_metadata(source, unquantized, label),
     ]
-
-
-def cross_check_mlx_lm(
-    source: WritableCheckpoint, written: WritableCheckpoint, label: str, progress: Progress
-) -> Check:
-    """Compare our greedy tokens of a quantized folder with those of mlx_lm.
-
-    Raises:
-        CheckpointError: mlx_lm predicts other tokens, or can't read the folder although it reads the source.
-    """
-    parameters = parameter_count(source)
-    if ON_CPU and parameters > _MAX_CPU_PARAMETERS:
-        limit = f"{_MAX_CPU_PARAMETERS // 10**6}M"
-        return Check("mlx_lm", "skipped", f"quantized products are slow on a CPU, the limit is {limit} parameters")
-    if 4 * parameters > 0.6 * platform.total_memory():
-        return Check("mlx_lm", "skipped", f"it needs {4 * parameters / 1e9:.1f} GB of memory in float32")
-    room = cross_check_length(written.config)
-    if room < 2:
-        return Check("mlx_lm", "skipped", "the model's context is one token")
-    prompt = comparison_tokens(source)[: min(_PROMPT_TOKENS, room // 2)]
-    # In float32, which mlx_lm is set to as well: rounding of activations would decide ties.
-    generated = greedy_tokens(to_float32(written), prompt, min(_GREEDY_TOKENS, room - len(prompt)))
-    tokens = [*prompt, *generated]
-    [check] = cross_check(source, written, label, ("mlx_lm",), tokens, len(prompt), progress)
-    return check

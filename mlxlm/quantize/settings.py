@@ -77,7 +77,6 @@ class QuantizationSettings:
     )
     evaluate: bool = _output(True, "Compare the result with SOURCE on the evaluation text.")
     verify: bool = _output(True, "Read the files again to check them.")
-    cross_check: bool = _output(False, "Also run the output with mlx_lm, and compare its tokens.", common=True)
 
     @property
     def format(self) -> Format:
@@ -122,5 +121,3 @@ class QuantizationSettings:
             raise ArgumentError("`calibration_text` would have no effect with `method` rtn", hint)
         if self.eval_text is not None and not self.needs_eval_text:
             raise ArgumentError("`eval_text` would have no effect: nothing is evaluated")
-        if self.cross_check and not self.verify:
-            raise ArgumentError("`cross_check` would have no effect: the output is not verified")

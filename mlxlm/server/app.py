@@ -54,16 +54,13 @@ _MEDIA_TYPES = {
 }
 
 
-def make_app(
-    models: Models, rules: AccessRules | None = None, *, strict: bool = False, responses_dir: Path | None = None
-) -> Starlette:
+def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool = False) -> Starlette:
     """The application that serves `models`.
 
     Args:
         models: The models.
         rules: Who may use it; by default anyone who can reach it.
         strict: Whether a request with an unknown field is refused.
-        responses_dir: Where answers of the Responses API are kept besides memory; None for memory only.
     """
     rules = rules or AccessRules()
     all_routes = [*find_routes(), Route("/health", health), Route("/metrics", render_metrics), *page_routes()]
@@ -94,7 +91,7 @@ def make_app(
     )
     app.router.redirect_slashes = False
     app.state.models, app.state.metrics = models, metrics
-    app.state.unknown_fields, app.state.stored_responses = UnknownFields(strict), StoredResponses(responses_dir)
+    app.state.unknown_fields, app.state.stored_responses = UnknownFields(strict), StoredResponses()
     return app
 
 

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Message, parse_tools
-from mlxlm.chat.tool_grammar import constrain_calls
+from mlxlm.chat.tool_grammar import constrain_calls, excludes_reasoning
 from mlxlm.generation import GenerationOptions
-from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.request import context_limit
 from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.models import ServedModel
@@ -215,16 +214,12 @@ class Conversation:
         Raises:
             ApiError: The prompt is too long, or the tools can't be used with this model or these options.
             TokenizerError: The chat template refuses the conversation.
-            GenerationError: The constraint isn't supported.
         """
         prompt, encoder = await self.encode(model), model.encoder
+        if excludes_reasoning(options):
+            prompt += encoder.start_of_answer(prompt)
         prefix = encoder.generation_prefix_of(prompt)
-        without_reasoning = options.constraint not in (None, "json_schema")
         options = await self.tool_use.constrain(model, options, prefix)
-        await check_constraint(model, options, eos_token_ids)
-        if without_reasoning:
-            requests = sample_requests([prompt + encoder.start_of_answer(prompt)], options, eos_token_ids, n)
-            return [Text(index, request) for index, request in enumerate(requests)]
         requests = sample_requests([prompt], options, eos_token_ids, n, encoder.skip_special_tokens)
         return [Text(index, request, self._parser(encoder, prefix)) for index, request in enumerate(requests)]
 
@@ -235,17 +230,9 @@ class Conversation:
         return parser
 
 
-async def continuation(
+def continuation(
     model: ServedModel, prompt: Sequence[int], options: GenerationOptions, eos_token_ids: frozenset[int]
 ) -> Text:
-    """The text that continues a prompt, to be submitted. Raises as `check_constraint`."""
-    await check_constraint(model, options, eos_token_ids)
+    """The text that continues a prompt, to be submitted."""
     [request] = sample_requests([prompt], options, eos_token_ids, 1)
     return Text(0, request)
-
-
-async def check_constraint(model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int]) -> None:
-    """Raise GenerationError for a constraint that isn't supported. The compiled grammar is cached for the engine."""
-    if options.constraint is not None:
-        lm = model.lm
-        await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)

@@ -152,11 +152,6 @@ class ServerOptions(ModelOptions):
         names="--cors-origin",
         metavar="ORIGIN",
     )
-    responses_dir: Path | None = _other(
-        None,
-        "Keep answers of the Responses API in FOLDER, too, so that clients can continue them after a restart.",
-        metavar="FOLDER",
-    )
     strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)
     log_format: str = _other("text", "Lines of text, or a JSON object per line.", choices=LOG_FORMATS)

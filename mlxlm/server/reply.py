@@ -240,6 +240,7 @@ async def _replying(
         reply.media_type, reply.start_time, reply.load_seconds = media_type, start, load_seconds
         if len(reply.texts) > (most := model.settings.max_waiting):
             raise invalid(f"the request is for {len(reply.texts)} texts, and at most {most} may wait (try: fewer)")
+        await asyncio.to_thread(reply.texts[0].request.compile_grammar, model.lm)  # which is cached for the engine
         streams = []
         try:
             for text in reply.texts:

@@ -19,7 +19,7 @@ from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, Train
 from mlxlm.data.manifest import prepared_source
 from mlxlm.data.preparation import Encode, training_texts
 from mlxlm.data.sources import unseekable_source
-from mlxlm.plan.textbook import compute_optimal_tokens
+from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.budget import (
     MEASURING_LABEL,
@@ -259,7 +259,7 @@ def finalize_settings(
 
 def steps_for(tokens: float | None, config: ModelConfig, settings: TrainSettings) -> int:
     """Return the steps that see `tokens`; by default as many as are compute-optimal for the model."""
-    total = compute_optimal_tokens(config.active_parameter_count()) if tokens is None else tokens
+    total = TOKENS_PER_PARAMETER * config.active_parameter_count() if tokens is None else tokens
     return max(1, -(-int(total) // settings.tokens_per_step))
 
 

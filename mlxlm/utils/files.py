@@ -217,8 +217,8 @@ def check_not_exists(path: Path | str, error_type: type[MlxlmError], hint: str) 
 
 
 def unused_path(path: Path) -> Path:
-    """Return `path`, or the first of path-2, path-3, ... that doesn't exist."""
-    return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
+    """Return `path`, or the first of the names with -2, -3, ... before their suffix that doesn't exist."""
+    return next(p for n in count(1) if not (p := path if n == 1 else path.with_stem(f"{path.stem}-{n}")).exists())
 
 
 def stage_copy(source: Path, target: Path) -> Path:

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.cache import KVCache, KVOptions, PrefixCache, make_cache
+from mlxlm.cache import KVCache, PrefixCache
 from mlxlm.cache.policies import RotationPolicy, SlidingWindow
-from mlxlm.config import ModelConfig
 from mlxlm.kernels import QuantizedKV
-from mlxlm.model import Decoder
 
 H, D, LAYERS, VOCAB = 2, 32, 3, 3
 KINDS = {
@@ -379,40 +377,6 @@ def test_an_interrupted_insert_leaves_an_empty_cache(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tree.insert([1, 2, 2], caches)
     assert tree.nbytes == 0 and tree.match([1] * 10) == 0
-
-
-@pytest.mark.parametrize(
-    "changes, kv",
-    [
-        ({}, KVOptions()),
-        ({}, KVOptions.of(bits="8,4")),
-        ({"sliding_window": 9}, KVOptions()),
-        ({"sliding_window": 9, "layer_types": ("sliding_attention", "full_attention")}, KVOptions(size=150, keep=4)),
-        ({}, KVOptions(size=150, keep=4)),
-    ],
-)
-def test_a_model_continues_restored_texts_as_if_it_had_read_them(changes, kv):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Decoder(ModelConfig(**sizes, intermediate_size=64, vocab_size=50, **changes))
-    model.init_weights(0)
-    tree = PrefixCache(lambda: make_cache(model, kv), 1 << 30)
-    rng = np.random.default_rng(1)
-    system, *turns = ([int(i) for i in rng.integers(0, 50, n)] for n in (100, 20, 45, 150))
-    hits = []
-    for ids in (system, system + turns[0], system + turns[1], system + turns[0] + turns[2], system + turns[0] + [1, 2]):
-        n = tree.match(ids[:-1])
-        hits.append(n)
-        caches, whole = tree.restore(ids, n), make_cache(model, kv)
-        for held, begin in ((caches, n), (whole, 0)):
-            while begin < len(ids) - 1:
-                room = min(c.max_update_size or 40 for c in held)
-                end = min(begin + min(room, 40), len(ids) - 1)
-                mx.eval(model(mx.array([ids[begin:end]]), held))
-                begin = end
-        logits, expected = (np.array(model(mx.array([ids[-1:]]), held)) for held in (caches, whole))
-        np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
-        tree.insert(ids, caches)
-    assert hits == [0, 100, 100, 120, 120]
 
 
 def test_a_snapshot_outlives_a_continuation_that_was_used_less():

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVCache, PrefixCache, PrefixCacheFolder, save_prompt_cache
+from mlxlm.cache import KVCache, PrefixCache, PrefixCacheFolder, prefix_cache, save_prompt_cache
 from mlxlm.cache.policies import RotationPolicy, SlidingWindow
+from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.utils.errors import GenerationError
 from tests.paths import ROOT
 
@@ -23,34 +24,47 @@ H, D = 2, 32
 IDENTITY = {"model": "m", "cache": "all tokens"}
 LIMIT = 1 << 30
 KINDS = {
-    "plain": {},
-    "quantized": {"key_bits": 8, "value_bits": 4},
-    "windowed": {"window": SlidingWindow(4, slack=3)},
-    "rotating": {"rotation": RotationPolicy(200, 4)},
+    "plain": [{}],
+    "quantized": [{"key_bits": 8, "value_bits": 4}],
+    "windowed": [{"window": SlidingWindow(4, slack=3)}],
+    "rotating": [{"rotation": RotationPolicy(200, 4)}],
+    "recurrent": [None],
+    "recurrent, windowed and plain": [None, {"window": SlidingWindow(4, slack=3)}, {}],
 }
 TEXT = [int(i) for i in np.random.default_rng(0).integers(0, 50, 600)]
 VECTORS = np.random.default_rng(1).normal(size=(50, 1000, H, D)).astype(np.float32)  # by token and position
 
 
-def update(cache, ids, begin):
-    x = mx.array(VECTORS[ids[begin:], range(begin, len(ids))].swapaxes(0, 1)[None])
-    return [
-        np.array(side.dequantized() if hasattr(side, "dequantized") else side) for side in cache.update_and_fetch(x, -x)
-    ]
+def make_caches(kind):
+    return [RecurrentCache([(H, D)]) if options is None else KVCache(**options) for options in KINDS[kind]]
+
+
+def update(caches, ids, begin):
+    """What each layer returns for `ids[begin:]`."""
+    x, out = mx.array(VECTORS[ids[begin:], range(begin, len(ids))].swapaxes(0, 1)[None]), []
+    for cache in caches:
+        if isinstance(cache, RecurrentCache):
+            cache.begin_update(1, len(ids) - begin)
+            for t in range(x.shape[2]):
+                cache[0] = x[:, :, t] if cache[0] is None else cache[0] / 2 + x[:, :, t]
+            out.append(cache[0])
+        else:
+            out += [y.dequantized() if hasattr(y, "dequantized") else y for y in cache.update_and_fetch(x, -x)]
+    return [np.array(y) for y in out]
 
 
 def read(ids, kind="plain"):
-    cache, begin = KVCache(**KINDS[kind]), 0
+    caches, begin = make_caches(kind), 0
     while begin < len(ids):
-        end = min(len(ids), begin + min(cache.max_update_size or 64, 64))
-        update(cache, ids[:end], begin)
+        end = min([len(ids), begin + 64, *(begin + (getattr(c, "max_update_size", None) or 64) for c in caches)])
+        update(caches, ids[:end], begin)
         begin = end
-    return [cache]
+    return caches
 
 
 def open_cache(path, kind="plain", max_bytes=LIMIT, folder_bytes=LIMIT, identity=IDENTITY):
-    folder = PrefixCacheFolder(path, folder_bytes, {**identity, "cache": kind})
-    return PrefixCache(lambda: [KVCache(**KINDS[kind])], max_bytes, folder)
+    folder = PrefixCacheFolder(path, folder_bytes, {**identity, "cache": kind}, lambda: make_caches(kind))
+    return PrefixCache(lambda: make_caches(kind), max_bytes, folder)
 
 
 def saved(path, *texts, kind="plain", **options):
@@ -58,7 +72,8 @@ def saved(path, *texts, kind="plain", **options):
     tree = open_cache(path, kind, **options)
     for ids in texts:
         tree.insert(ids, read(ids, kind))
-    tree.flush()
+    tree.evict(0)
+    assert tree.nbytes == 0
     return tree
 
 
@@ -67,28 +82,59 @@ def files(path):
 
 
 def check_restored(tree, ids, n, kind="plain"):
-    (found,), (wanted,) = tree.restore(ids, n), read(ids[:n], kind)
-    for _ in range(2):
-        for one, other in zip(update(found, ids, n), update(wanted, ids, n), strict=True):
+    found, wanted = tree.restore(ids, n), read(ids[:n], kind)
+    for end in (n + 1, n + 2):
+        following = [*ids, 7, 7][:end]
+        for one, other in zip(update(found, following, end - 1), update(wanted, following, end - 1), strict=True):
             np.testing.assert_array_equal(one, other)
-        ids, n = [*ids, 7], len(ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", [0, 3])
-def test_texts_survive_a_restart(tmp_path, kind, cut):
+def test_a_text_survives_a_restart(tmp_path):
     path = tmp_path / "new" / "folder"
-    saved(path, TEXT[:500], TEXT[:100], kind=kind)
-    tree = open_cache(path, kind)
-    assert tree.nbytes == 0
-    ids = TEXT[: 500 - cut] + [1, 3, 9]
-    ids[500 - cut] = (TEXT[500 - cut] + 1) % 50
-    assert tree.match(ids) == 500 - cut
-    check_restored(tree, ids, 500 - cut, kind)
+    saved(path, TEXT[:500], TEXT[:100])
+    tree = open_cache(path)
+    assert tree.nbytes == 0 and tree.match(TEXT) == 500
+    check_restored(tree, TEXT, 500)
     (file,) = files(path)  # the text of 100 tokens is too short
     assert file.stat().st_mode & 0o777 == 0o600 and path.stat().st_mode & 0o777 == 0o700
     file.unlink()
-    assert tree.match(ids) == 500 - cut  # it is in memory now
+    assert tree.match(TEXT) == 500  # it is in memory now
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 5, 99]), st.integers(1, 120)), min_size=1, max_size=5)
+)
+def test_a_restart_changes_no_match(tmp_path_factory, kind, turns):
+    """Wherever a prompt leaves the texts."""
+    path = tmp_path_factory.mktemp("folder")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "_MIN_SAVED", 1)
+        patch.setattr(prefix_cache, "_MIN_LOADED", 1)
+        tree, texts = open_cache(path, kind), [[]]
+        for start, cut, count in turns:
+            before = texts[start % len(texts)]
+            before = before[: max(0, len(before) - cut)]
+            ids = [*before, *TEXT[len(texts) * 9 :][:count]]
+            tree.insert(ids, read(ids, kind))
+            texts.append(ids)
+        prompts = [[*ids[: len(ids) - cut], 49, 3] for ids in texts[1:] for cut in (0, 1, 30) if cut < len(ids)]
+        matches = [tree.match(ids) for ids in prompts]
+        tree.evict(tree.nbytes // 2)
+        tree.evict(0)
+        assert [open_cache(path, kind).match(ids) for ids in prompts] == matches
+        tree = open_cache(path, kind)
+        for ids, n in zip(prompts, matches, strict=True):
+            assert tree.match(ids) == n
+            check_restored(tree, ids, n, kind)
+
+
+def test_keys_and_values_of_all_tokens_are_written_once(tmp_path):
+    kind, ends = "recurrent, windowed and plain", (300, 400, 500)
+    saved(tmp_path, *(TEXT[:end] for end in ends), kind=kind)
+    assert sum(file.stat().st_size for file in files(tmp_path)) < 1.5 * 2 * H * D * 4 * 500
+    assert [open_cache(tmp_path, kind).match(TEXT[:end]) for end in ends] == list(ends)
 
 
 def test_evicted_texts_are_written_and_come_back(tmp_path):
@@ -125,7 +171,7 @@ def test_a_text_larger_than_memory_is_not_loaded(tmp_path, monkeypatch):
 def test_other_models_options_and_groups_are_ignored(tmp_path):
     tree = open_cache(tmp_path)
     tree.insert(TEXT[:300], read(TEXT[:300]), group="long")
-    tree.flush()
+    tree.evict(0)
     assert open_cache(tmp_path).match(TEXT) == 0 and open_cache(tmp_path).match(TEXT, "long") == 300
     assert open_cache(tmp_path, kind="quantized").match(TEXT, "long") == 0
     assert open_cache(tmp_path, identity={"model": "other"}).match(TEXT, "long") == 0
@@ -206,7 +252,7 @@ def test_damaged_files_are_ignored_and_stay(tmp_path, caplog, damage, warned):
     assert len(caplog.records) == warned and (not warned or "ignoring a file of the prefix cache" in caplog.text)
     assert tree.match(TEXT) == 0 and len(caplog.records) == warned  # once
     tree.insert(TEXT[:300], read(TEXT[:300]))
-    tree.flush()
+    tree.evict(0)
     assert file.exists()
 
 
@@ -228,7 +274,7 @@ def test_any_header_is_read_or_ignored(tmp_path_factory, data):
     file.write_bytes(len(raw).to_bytes(8, "little") + raw + content[8 + length :])
     tree = open_cache(path)
     assert tree.match(TEXT) in (0, 256)
-    tree.flush()
+    tree.evict(0)
 
 
 def test_a_full_disk_is_a_warning(tmp_path, monkeypatch, caplog):
@@ -262,13 +308,13 @@ def test_a_path_that_is_a_file_is_a_warning(tmp_path, caplog):
     path = tmp_path / "file"
     path.write_text("mine")
     tree = saved(path, TEXT[:300])
-    assert tree.match(TEXT) == 300 and path.read_text() == "mine"
+    assert tree.match(TEXT) == 0 and path.read_text() == "mine"
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 def test_caches_of_other_types_are_refused(tmp_path):
     with pytest.raises(GenerationError, match="own cache type.*in memory only"):
-        PrefixCache(lambda: [object()], LIMIT, PrefixCacheFolder(tmp_path, LIMIT, IDENTITY))
+        PrefixCacheFolder(tmp_path, LIMIT, IDENTITY, lambda: [object()])
 
 
 CHILD = """

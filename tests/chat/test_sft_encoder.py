@@ -235,12 +235,14 @@ def test_what_a_template_refuses_names_the_line(tokens):
         list(sft_encoder(document(TALK[2:]), 500))
 
 
-# Refused: the tools are in front of the last question only; or a call, or an answer before the last one, ends with
-# another token than that.
-REFUSED = {
-    **dict.fromkeys(["mistral", "mistral-long-ids", "mistral-args"], "changes"),
-    "functionary": "ends message 4",
-    "gpt-oss": "ends message 2",
+# Refused: the tools are in front of the last question only.
+REFUSED = ["mistral", "mistral-long-ids", "mistral-args"]
+# How the first answer, a call and the last answer end: in some formats not all with the same token.
+ENDS = {
+    "gpt-oss": ("Hi.", "<|call|>", "<|return|>"),
+    "functionary": ("<|eot_id|>", "</function>", "<|eot_id|>"),
+    "gemma4": ("<turn|>", "<tool_call|>", "<turn|>"),
+    "functiongemma": ("<turn|>", "<end_function_call>", "<turn|>"),
 }
 
 
@@ -252,18 +254,38 @@ def test_tools_and_calls_are_as_in_a_chat(tokens, family):
     talk = [*TALK[1:4], Message("assistant", "", tool_calls=(CALL,)), Message("tool", "rain", tool_call_id=CALL.id)]
     talk = [*talk, Message("assistant", "It rains.")]
     if family in REFUSED:
-        talk = talk[2:] if family.startswith("mistral") else talk
-        with pytest.raises(TokenizerError, match=REFUSED[family]):
-            encoder.encode(talk, TOOLS)
+        with pytest.raises(TokenizerError, match="changes"):
+            encoder.encode(talk[2:], TOOLS)
         return
     ids, loss_mask = encoder.encode(talk, TOOLS)
     learned = [text for label, text in labeled_texts(chat, ids, loss_mask) if label]
     assert len(learned) == 3 and TALK[2].content in learned[0] and "It rains." in learned[2]
     assert "get_weather" in learned[1] and "Köln" in learned[1] and "rain" not in learned[1]
+    assert family not in ENDS or all(map(str.endswith, learned, ENDS[family]))
     starts = [i for i in range(1, len(ids)) if loss_mask[i] and not loss_mask[i - 1]]
     for start, n in zip(starts, (1, 3, 5), strict=True):
         read = chat.decode(ids[:start], skip_special_tokens=False)
         assert read == template.render(talk[:n], tools=TOOLS)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gpt-oss", "gemma4", "lfm2"])
+def test_text_before_a_call_is_learned(tokens, family):
+    chat = tokenizer_for(family, tokens)
+    talk = [TALK[1], Message("assistant", "I look.", tool_calls=(CALL,)), Message("tool", "rain", tool_call_id=CALL.id)]
+    pieces = labeled_texts(chat, *SFTEncoder(chat, frozenset()).encode([*talk, TALK[2]], TOOLS))
+    call, answer = (text for label, text in pieces if label)
+    assert "I look." in call and "get_weather" in call and "Köln" in call and "rain" not in call
+    assert "Hi." in answer and "get_weather" not in answer
+
+
+def test_the_end_of_a_call_is_learned_if_it_is_an_eos_token_of_the_model(tokens):
+    chat = tokenizer_for("functionary", tokens)
+    talk = [TALK[1], Message("assistant", "", tool_calls=(CALL,)), TALK[1], TALK[2]]
+    for eos_token_ids, end in ((frozenset(), "</function>"), ({chat.special_tokens["<|eom_id|>"]}, "<|eom_id|>")):
+        pieces = labeled_texts(chat, *SFTEncoder(chat, frozenset(eos_token_ids)).encode(talk))
+        assert next(text for label, text in pieces if label).endswith(end)
+    with pytest.raises(TokenizerError, match="ends message 2 with another token"):
+        SFTEncoder(chat, frozenset()).encode(talk[:2])
 
 
 def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens):

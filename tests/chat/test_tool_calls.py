@@ -5,16 +5,18 @@ However a stream is split, the events are the same, and no markup is in the text
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tool_parsers import gemma4, pythonic
 
 from mlxlm.chat.chat_encoder import PlainTextEncoder
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message, Tool, ToolCall
 from mlxlm.chat.tool_call_parser import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart
-from mlxlm.chat.tool_calls import JSON_FORMAT, ArgumentFormat, ToolFormat
+from mlxlm.chat.tool_calls import JSON_FORMAT, PYTHON_FORMAT, ArgumentFormat, ObjectFormat, ToolFormat
 from tests.chat.tool_templates import CALL, TEMPLATES, TOOLS, tokenizer_for
 
 CONVERSATION = [
@@ -38,10 +40,32 @@ FORMATS = {
         "\n```<|tool_call_end|><|tool_calls_end|>",
         "\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>",
     ),
+    "kimi-k2": ToolFormat(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_end|><|tool_call_begin|>functions.",
+    ),
     "gpt-oss": ToolFormat("to=functions.", "<|channel|>commentary json<|message|>", "", None),  # one of its forms
     "chatml": JSON_FORMAT,
     "gemma-without-tools": JSON_FORMAT,
     "pythonic": JSON_FORMAT,
+    "gemma4": ToolFormat(
+        "<|tool_call>call:",
+        "",
+        "<tool_call|>",
+        "<tool_call|><|tool_call>call:",
+        ObjectFormat("{", ":", ",", '<|"|>'),
+    ),
+    "functiongemma": ToolFormat(
+        "<start_function_call>call:",
+        "",
+        "<end_function_call>",
+        "<end_function_call><start_function_call>call:",
+        ObjectFormat("{", ":", ",", "<escape>"),
+    ),
+    "lfm2": PYTHON_FORMAT,
+    "lfm2.5": replace(PYTHON_FORMAT, arguments=ObjectFormat("(", "=", ", ", "'")),
     "qwen3.5": ToolFormat(
         "<tool_call>\n<function=",
         ">\n",
@@ -107,6 +131,27 @@ def test_calls_are_rendered_in_the_format(family, template):
         start += " "
     if not family.startswith(("mistral", "qwen3")):  # which show tools at the end, or reasoning
         assert text.startswith(start + rendered)
+
+
+def test_calls_are_numbered(tokens):
+    template = ChatTemplate(tokenizer_for("kimi-k2", tokens))
+    other = replace(CALL, id="b", name="x-1.y")
+    turn = [Message("assistant", "", tool_calls=(CALL, other)), Message("tool", "rain", tool_call_id="b")]
+    text = template.render([*turn, Message("user", "?"), *turn])
+    shown = [f"functions.{name}:{n}" for n, name in enumerate(["get_weather", "x-1.y"] * 2)]
+    assert all(text.count(f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>") == 1 for id in shown)
+    assert [text.count(f"Return of {id}\nrain") for id in shown] == [0, 1, 0, 1]
+    answer = FORMATS["kimi-k2"].render(calls_of(2)).replace(":1<", ":123<")
+    for chunks in ([answer], answer):
+        assert [name for name, _ in parse(FORMATS["kimi-k2"], chunks)[1]] == ["get_weather", "a"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma4", "lfm2"])
+def test_reasoning_before_a_call(family, template):
+    call = Message("assistant", "", tool_calls=(CALL,), reasoning_content="Hm.")
+    assert template.render([CONVERSATION[0], call, CONVERSATION[2]]).count("Hm.") == 1
+    text = template.render([CONVERSATION[0], replace(call, content="Let me see."), CONVERSATION[2]])
+    assert text.count("Hm.") == 1 and text.index("Let me see.") < text.index("rain")
 
 
 def test_ids_keep_the_length_that_a_template_asks_for(tokens):
@@ -331,3 +376,44 @@ def test_text_is_passed_on_as_it_comes():
     parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
     for text, decided in (('say "', 'say \\"'), ("a\n", "a"), ("\n</para", "\\n"), ("m", ""), ("x\n", "\\n</paramx")):
         assert "".join(event.text for event in parser.push(text)) == decided
+
+
+OBJECTS = [FORMATS[family] for family in ("gemma4", "functiongemma", "lfm2", "lfm2.5")]
+texts = st.text(st.sampled_from("ab1 \"'\\\n:=,{}[]()<|é"), max_size=8)
+keys = st.from_regex(r"[a-z_]{1,4}", fullmatch=True)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9, width=16) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+)
+
+
+@given(st.sampled_from(OBJECTS), st.dictionaries(keys, values, max_size=3), st.integers(1, 9))
+def test_objects_that_are_not_json(format, arguments, size):
+    answer = format.render([ToolCall("", "f", json.dumps(arguments))])
+    text, calls = parse(format, [answer[n : n + size] for n in range(0, len(answer), size)])
+    assert text == "" and calls == [["f", json.dumps(arguments, ensure_ascii=False)]]
+
+
+def test_objects_as_mlx_lm_parses_them():
+    arguments = {"a": 'say "{b:1}"\n', "n": -1.5, "list": [True, None, {"b": "x, y", "c": {}}]}
+    call = ToolCall("", "f", json.dumps(arguments))
+    for format, parser in (("gemma4", gemma4), ("lfm2", pythonic), ("lfm2.5", pythonic)):
+        answer = FORMATS[format].render([call, call])
+        if format == "lfm2.5":  # single quotes are for strings that aren't within others
+            assert "a='say" in answer
+        assert parser.parse_tool_call(answer) == [{"name": "f", "arguments": arguments}] * 2
+        assert [json.loads(text) for _, text in parse(FORMATS[format], [answer])[1]] == [arguments] * 2
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("a='it's', b='dogs\\' \"tails\"'", {"a": "it's", "b": 'dogs\' "tails"'}),
+        ("a = 'C:\\temp\\d\\\\', b=\"\\u00e9\\/\\t\"", {"a": "C:\temp\\d\\", "b": "é/\t"}),
+        ("a={'b': [True, false, None], 1: 'x'}, c=[ ]", {"a": {"b": [True, False, None], "1": "x"}, "c": []}),
+    ],
+)
+def test_arguments_in_python(written, expected):
+    answer = f"<|tool_call_start|>[f({written})]<|tool_call_end|>"
+    for chunks in ([answer], answer):
+        assert [json.loads(text) for _, text in parse(FORMATS["lfm2"], chunks)[1]] == [expected]

@@ -36,7 +36,7 @@ TOOLS = (
 )
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 DISTINCT = ["qwen2.5", "llama3", "mistral", "mistral-args", "gemma", "deepseek", "functionary"]
-DISTINCT += ["qwen3.5", "glm4.5", "glm4.7", "minimax-m2"]
+DISTINCT += ["qwen3.5", "glm4.5", "glm4.7", "minimax-m2", "gemma4", "functiongemma", "lfm2", "lfm2.5", "kimi-k2"]
 
 
 def valid(name, arguments):
@@ -224,6 +224,62 @@ def test_arguments_between_tags(trained, family):
         assert accepts_text(grammar, tokenizer, answer) == accepted, answer
 
 
+@pytest.mark.parametrize("family", ["gemma4", "functiongemma", "lfm2", "lfm2.5"])
+def test_objects_that_are_not_json(trained, family):
+    parameters = {
+        "properties": {
+            "tree": {"$ref": "#/$defs/tree"},
+            "any": {},
+            "short": {"type": "string", "maxLength": 2},
+            "list": {"type": "array", "items": {"enum": ["it's", 5, None]}, "minItems": 1, "maxItems": 2},
+            "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
+            "union": {"anyOf": [{"type": "string"}, {"type": ["integer", "null"], "minimum": 3}]},
+        },
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "children": {"items": {"$ref": "#/$defs/tree"}, "type": "array"},
+                },
+                "required": ["name"],
+                "additionalProperties": False,
+            }
+        },
+        "required": ["any"],
+    }
+    tokenizer, format = tokenizer_for(family, trained), FORMATS[family]
+    grammar = tool_grammar(format, [Tool("f", parameters=parameters, strict=True)], tokenizer)
+    for arguments, accepted in (
+        ({"any": 'it\'s "it"\n'}, True),
+        ({"any": [{"a": [1.5, True]}, {}, ""], "union": None}, True),
+        ({"tree": {"name": "", "children": [{"name": "b", "children": []}]}, "any": None, "short": "ab"}, True),
+        ({"any": {}, "list": ["it's", None], "map": {}, "union": 3}, True),
+        ({"any": False, "map": {"b": True, "c": False}, "union": "x"}, True),
+        ({}, False),
+        ({"tree": {"children": []}, "any": 1}, False),
+        ({"tree": {"name": "b", "other": 1}, "any": 1}, False),
+        ({"tree": {"name": "b", "children": [5]}, "any": 1}, False),
+        ({"any": 1, "short": "abc"}, False),
+        ({"any": 1, "list": []}, False),
+        ({"any": 1, "list": [5, 5, 5]}, False),
+        ({"any": 1, "list": ["5"]}, False),
+        ({"any": 1, "map": {"b": 1}}, False),
+        ({"any": 1, "union": 2}, False),
+        ({"any": 1, "more": 2}, False),
+    ):
+        answer = format.render([ToolCall("", "f", json.dumps(arguments))])
+        assert accepts_text(grammar, tokenizer, answer) == accepted, answer
+
+
+@pytest.mark.parametrize("keywords", [{"pattern": "b"}, {"allOf": [{"type": "string"}]}, {"minProperties": 1}])
+def test_keywords_that_cannot_be_enforced_in_other_objects(trained, keywords):
+    parameters = {"properties": {"a": keywords}}
+    with pytest.raises(GenerationError, match=f'"{min(keywords)}" can\'t be enforced in the calls'):
+        tool_grammar(FORMATS["gemma4"], [Tool("f", parameters=parameters, strict=True)], trained)
+    tool_grammar(FORMATS["gemma4"], [Tool("f", parameters=parameters)], trained)
+
+
 def test_without_strict_some_keywords_are_ignored(trained):
     parameters = {"properties": {"a": {"type": "string", "format": "uri-template", "not": {"const": "b"}}}}
     grammar = tool_grammar(FORMATS["pythonic"], [Tool("f", parameters=parameters)], trained)
@@ -238,8 +294,11 @@ def test_arguments_that_a_schema_allows_by_itself(trained):
         {"properties": {}, "additionalProperties": {"type": "integer"}},
         {"properties": {}, "required": ["any"]},
     ):
-        grammar = tool_grammar(FORMATS["pythonic"], [Tool("f", parameters=parameters)], trained)
-        assert accepts_text(grammar, trained, FORMATS["pythonic"].render([ToolCall("1", "f", '{"any": 5}')]))
+        for family in ("pythonic", "gemma4", "lfm2"):
+            grammar = tool_grammar(FORMATS[family], [Tool("f", parameters=parameters)], trained)
+            for arguments, accepted in (('{"any": 5}', True), ("{}", "required" not in parameters)):
+                answer = FORMATS[family].render([ToolCall("1", "f", arguments)])
+                assert accepts_text(grammar, trained, answer) == accepted
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,33 @@ _MISTRAL_TOKENS = (
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "</s>",
 )  # fmt: skip
+# A turn with calls ends with <|tool_response>, or goes on with the results and then its text, which ends it.
+_GEMMA4 = (
+    "{% macro argument(value) %}{% if value is string %}{{ '<|\"|>' ~ value ~ '<|\"|>' }}"
+    "{% elif value is mapping %}{{ '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ argument(item) }}"
+    "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
+    "{{ bos_token }}{% if tools or messages[0].role == 'system' %}<|turn>system\n"
+    "{{ messages[0].content if messages[0].role == 'system' }}"
+    "{% for tool in tools %}declaration:{{ tool.function.name }}{description:{{ tool.function.description }}}"
+    "{% endfor %}<turn|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+    "{% if m.role == 'user' or loop.previtem is undefined or loop.previtem.role != 'tool' %}"
+    "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}"
+    "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}<channel|>{% endif %}"
+    "{% for call in m.tool_calls %}<|tool_call>call:{{ call.function.name }}{{ argument(call.function.arguments) }}"
+    "<tool_call|>{% endfor %}"
+    "{% set results = messages[loop.index:] | selectattr('role', 'equalto', 'tool') | list if m.tool_calls else [] %}"
+    "{% for r in results %}<|tool_response>response:{{ r.name }}{value:{{ argument(r.content) }}}{% endfor %}"
+    "{{ m.content | trim }}{% if m.tool_calls and not results %}<|tool_response>"
+    "{% elif m.content or not results %}<turn|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
+)
+_LFM2 = (
+    "{{ bos_token }}{% if tools %}<|im_start|>system\nList of tools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
+    + _PROMPT
+)
 _LLAMA3_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 
 # Per family: the template, and its special tokens.
@@ -165,6 +192,19 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
     ),
+    "kimi-k2": (
+        "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+        "{% for m in messages %}<|im_{{ 'system' if m.role == 'tool' else m.role }}|>{{ m.role }}<|im_middle|>"
+        "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+        "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}"
+        "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+        "{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+        "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}",
+        ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>",
+         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+         "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
     # Without tools: calls are text in the toolkit's own format.
     "chatml": ("{% for m in messages %}" + _TURN + "{% endfor %}" + _PROMPT, _CHATML),
     "gemma-without-tools": (
@@ -181,6 +221,27 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% for key, value in call.function.arguments | items %}{{ key }}=<v>{{ value }}</v>"
         "{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}<|im_end|>\n{% endfor %}" + _PROMPT,
         _CHATML,
+    ),
+    # With an object that isn't JSON.
+    "gemma4": (
+        _GEMMA4,
+        ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>'),
+    ),
+    "functiongemma": (
+        _GEMMA4.replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>")
+        .replace('<|"|>', "<escape>").replace("<|tool_response>", "<start_function_response>"),
+        ("<|turn>", "<turn|>", "<start_function_call>", "<end_function_call>", "<start_function_response>"),
+    ),
+    "lfm2": (_LFM2.replace("CALLS", ""), (*_CHATML, "<|tool_call_start|>", "<|tool_call_end|>")),
+    "lfm2.5": (
+        _LFM2.replace(
+            "CALLS",
+            "{% if m.tool_calls %}<|tool_call_start|>[{% for call in m.tool_calls %}{{ call.function.name }}("
+            "{% for key, value in call.function.arguments.items() %}"
+            "{{ key }}={{ \"'\" ~ value ~ \"'\" if value is string else value }}{{ ', ' if not loop.last }}"
+            "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}",
+        ),
+        (*_CHATML, "<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     # With tags around arguments.
     "qwen3.5": (

@@ -70,7 +70,7 @@ def test_a_file_that_exists_is_copied(client, live):
     file = CLIENTS[client].file
     file.parent.mkdir(parents=True, exist_ok=True)
     old = '{"theme": "dark", "provider": {"mine": {}, "mlxlm": {"models": {"gone": {}}}}}'
-    for number, copy in enumerate((file.with_name(file.name + ".bak"), file.with_name(file.name + ".bak-2"))):
+    for number, copy in enumerate((file.with_name(file.name + ".bak"), file.with_name(file.name + "-2.bak"))):
         file.write_text(old + " " * number)
         assert run_command("connect", client, "--server", live, "--write").returncode == 0
         assert copy.read_text() == old + " " * number

@@ -40,7 +40,6 @@ def test_options_without_an_effect_are_wrong_usage(model, tmp_path):
         ("out", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "float16"]),
-        ("out", ["--no-verify", "--cross-check"]),
         ("out.gguf", ["--calibration-text", model]),
         ("out.gguf", ["--calibration-text", model, "--dtype", "q8_0"]),
     ):
@@ -61,11 +60,6 @@ def test_choices_are_those_of_the_library():
     from mlxlm.convert.conversion import DTYPES, OUTTYPES
 
     assert list(_OUTTYPES.values()) == list(OUTTYPES) and list(_OUTTYPES)[: len(DTYPES)] == list(DTYPES)
-
-
-def test_the_old_option_still_works(model, tmp_path):
-    code, out, err = run("convert", model, "--out", tmp_path / "a.gguf", "--outtype", "f16", "--no-verify")
-    assert code == 0 and "(F16)" in out and "warning: --outtype is now --dtype" in err
 
 
 def test_empty_names_and_files_with_a_slash(model, tmp_path):

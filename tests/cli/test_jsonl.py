@@ -334,10 +334,12 @@ def test_a_broken_pipe_ends_quietly(start):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_in_the_middle_and_resumed(start, run, requests, tmp_path, number):
-    lines = [{"id": n, "prompt": "the cat sat"[: n % 9 + 2], "max_tokens": 40} for n in range(30)]
+    lines = [{"id": n, "prompt": "the cat sat"[: n % 9 + 2], "max_tokens": 40} for n in range(9)]
     path, out = requests(*lines), tmp_path / "out.jsonl"
-    arguments = [path, "--resume", out, "-t", "1"]
-    process = start(*arguments, "--batch-size", "2", stdin=subprocess.DEVNULL, preexec_fn=_handle_interrupts)
+    arguments = ["--resume", out, "-t", "1"]
+    process = start("-", *arguments, "--batch-size", "2", preexec_fn=_handle_interrupts)
+    for line in lines[:6]:  # it waits for more
+        ask(process, line)
     while not out.exists() or out.read_bytes().count(b"\n") < 3:
         assert process.poll() is None
         time.sleep(0.01)
@@ -347,8 +349,8 @@ def test_stopped_in_the_middle_and_resumed(start, run, requests, tmp_path, numbe
     if number != signal.SIGKILL:
         assert err == f"finished results are in {out}; the same command continues from there\ninterrupted\n"
     done = out.read_bytes().count(b"\n")
-    assert 3 <= done < 30
-    assert run("--jsonl", *arguments, "-v")[0] == 0
+    assert 3 <= done <= 6
+    assert run("--jsonl", path, *arguments, "-v")[0] == 0
     fresh = run("--jsonl", path, "-t", "1")[1]
     assert sorted(out.read_bytes().splitlines()) == sorted(fresh.splitlines())
 

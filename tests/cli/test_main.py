@@ -104,22 +104,6 @@ def test_every_foreign_name_leads_to_an_existing_one():
     assert set(suggestions._FOREIGN_OPTIONS) <= ours
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "options", "result"),
-    [
-        ("presets", "models presets", ["--json"], '{"0.3m":'),
-        ("verify-receipt", "models verify", ["--help"], "Usage: mlxlm models verify "),
-        ("small-world", "prepare --builtin small-world", ["--size", "1kB", "--out", "new.jsonl"], "new.jsonl"),
-    ],
-)
-def test_commands_of_the_version_before_still_work(old, new, options, result, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert _run([old, *options]) == 0
-    out, err = capsys.readouterr()
-    assert err.startswith(f"warning: mlxlm {old} is now mlxlm {new}\n") and out.startswith(result)
-    assert old not in COMMANDS
-
-
 def test_a_closed_terminal_leaves_no_partial_files(tmp_path):
     script = (
         "import click, os, signal, sys\n"

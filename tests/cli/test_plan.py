@@ -26,17 +26,19 @@ def test_tables(run):
     assert code == 0 and out.startswith("Training does not fit in the h100's 80 GB")
     assert "No change makes this model fit" in out and "406B" in out
     assert "a model FLOPs utilization of 40% is assumed" in err
-    for text in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "memory of 1 x 512 tokens on each device"):
+    for text in ("feed forward", "cache, multi-query", "memory of 1 x 512 tokens on each device"):
         assert text in out
 
 
-def test_sizes_instead_of_a_name(run):
-    sizes = "--hidden-size 64 --num-layers 2 --num-heads 4 --num-kv-heads 2 --intermediate-size 128 --vocab-size 100"
-    options = "--tie-word-embeddings --machine a100 --set norm=layer --batch-size 3 --json"
-    code, out, _ = run(*sizes.split(), *options.split())
+def test_other_sizes(run):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "kv_heads": 2, "vocab_size": 100}
+    parts = {**sizes, "intermediate_size": 128, "head": "tied", "norm": "layer"}
+    options = [word for name, value in parts.items() for word in ("--set", f"{name}={value}")]
+    code, out, _ = run("1m", *options, "--machine", "a100", "--batch-size", 3, "--json")
     found = json.loads(out)
     assert code == 0 and found["training"]["batch_size"] == 3 and found["training"]["dtype"] == "bfloat16"
-    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+    head_dim = found["config"]["head_dim"]
+    layer = 2 * 64 * 4 * head_dim + 2 * 64 * 2 * head_dim + 3 * 64 * 128
     assert found["parameters"]["total"] == 2 * layer + 100 * 64 + 5 * 2 * 64
 
 
@@ -86,22 +88,12 @@ def test_probe_of_bfloat16_on_a_cpu(run):
     assert code == 1 and "a CPU computes bfloat16 products many times slower" in err
 
 
-def test_plot(run, tmp_path):
-    for kind, start in {"png": b"\x89PNG", "svg": b"<?xml"}.items():
-        assert run("1m", "--machine", "a100", "--plot", tmp_path / f"plan.{kind}")[0] == 0
-        assert (tmp_path / f"plan.{kind}").read_bytes().startswith(start)
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["1m", "--hidden-size", "8"], "--hidden-size would have no effect"),
-        (["1m", "--tie-word-embeddings"], "--tie-word-embeddings would have no effect"),
-        (["--hidden-size", "8"], "--num-layers, --num-heads missing"),
         (["1m", "--machine", "a100", "--flops", "1e12"], "give one"),
         (["1m", "--machine", "a100", "--probe"], "--probe measures this machine"),
         (["1m", "--machine", "a100", "--group-size", "32"], "--group-size would have no effect"),
-        (["1m", "--probe", "--attention", "plain"], "--attention would have no effect: --probe trains"),
         (["1m", "--text-column", "story"], "--text-column would have no effect"),
     ],
 )
@@ -114,7 +106,6 @@ def test_wrong_values(run, tmp_path):
     (tmp_path / "empty.txt").touch()
     for arguments, problem in (
         (["1m", "--machine", "abacus"], "unknown machine 'abacus'"),
-        (["1m", "--machine", "a100", "--plot", tmp_path / "plan.gif"], "not a picture format"),
         (["1m", "--flops", "0"], "can't plan with"),
         (["1m", "--flops", "inf"], "can't plan with"),
         (["1m", "--flops", "1e-300", "--json"], "can't plan with"),
@@ -173,18 +164,3 @@ def test_bits_that_fit():
         return inference_memory(config, replace(serving, bits=bits)).total
 
     assert bits_that_fit(config, serving, memory) == 6 and takes(6) <= usable_memory(memory) < takes(8)
-
-
-def test_textbook_formulas_as_json(run):
-    shape = ("1m", "--machine", "a100", "--batch-size", 2, "--max-seq-length", 64, "--tokens", 1000)
-    found = json.loads(run(*shape, "--json")[1])
-    count = found["parameters"]["total"]
-    assert found["textbook"] == {
-        "dense_parameters": 12 * 4 * 128**2,
-        "inference_bytes": 2 * count,
-        "training_bytes": 20 * count,
-        "activation_bytes": 4 * (34 * 2 * 64 * 128 + 5 * 2 * 64**2 * 4),
-        "cache_bytes": 4 * 4 * 2 * 128 * 64,
-        "forward_flops": 4 * (24 * 2 * 64 * 128**2 + 4 * 2 * 64**2 * 128) + 2 * 2 * 64 * 128 * 1024,
-        "training_flops": 6 * count * 1000,
-    }

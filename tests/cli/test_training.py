@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 
 from mlxlm.cli import training
@@ -135,7 +136,8 @@ def test_a_stop_in_the_last_step_of_a_run_ends_the_sweep(monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.experiments.sweep.is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
     sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=Path("my grid"))
-    assert training.train_sweep(sweep, runs) == ([], 143) and made == ["one"]
+    with click.Context(click.Command("scaling")):
+        assert training.train_sweep(sweep, runs) == ([], 143) and made == ["one"]
     assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "mlxlm scaling --resume 'my grid'"]
 
 
@@ -148,5 +150,7 @@ def test_a_finished_run_gets_its_report(monkeypatch, tmp_path, has_report):
     monkeypatch.setattr(training, "run_training", lambda run, **_: trained.append(run) or Finished(*[1] * 6, run.path))
     monkeypatch.setattr("mlxlm.experiments.sweep.is_finished", lambda run: True)
     run = SimpleNamespace(path=tmp_path)
-    assert training.train_sweep(SimpleNamespace(), [("one", lambda: run)]) == ([], 0)
+    sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=tmp_path)
+    with click.Context(click.Command("scaling")):
+        assert training.train_sweep(sweep, [("one", lambda: run)]) == ([], 0)
     assert trained == ([] if has_report else [run])

@@ -12,11 +12,11 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.convert import convert, cross_check
+from mlxlm.convert import convert
 from mlxlm.convert.compare import tensor_diff
 from mlxlm.convert.conversion import DTYPES, output_format
 from mlxlm.quantize import quantize
-from mlxlm.utils.errors import ArgumentError, CheckpointError, ConfigError, TokenizerError
+from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 from tests.paths import SHARED
 from tests.small_models import (
     arrays_of,
@@ -297,31 +297,3 @@ def test_other_types_than_requested_are_notes(write_model, tmp_path):
     ]
     report = convert(source, tmp_path / "k.gguf", outtype="Q6_K", verify_output=False)
     assert report.notes[0].startswith("kept in Q8_0: ") and report.notes[0].endswith("rows are not a multiple of 256)")
-
-
-def test_other_programs_run_only_with_cross_check(write_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", lambda *_, **__: pytest.fail("started"))
-    source = write_model()
-    for out in ("out", "out.gguf"):
-        checks = results(convert(source, tmp_path / out))
-        assert list(checks) == ["tensors", "tokenizer", "configuration", "logits", "greedy tokens"]
-    with pytest.raises(ArgumentError, match="`cross_check` would have no effect"):
-        convert(source, tmp_path / "third", verify_output=False, cross_check=True)
-
-
-def test_programs_do_not_run_on_models_that_they_do_not_support(write_model, tmp_path, monkeypatch):
-    backends_run = []
-
-    def ask(backend, *_args, **_options):
-        backends_run.append(backend)
-        raise cross_check.BackendUnavailable("not here")
-
-    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", ask)
-    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 4)
-    report = convert(write_model("own", positions="alibi"), tmp_path / "own-out", cross_check=True)
-    assert not backends_run and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
-    assert "only mlxlm opens this model" in report.checks[-1].detail and not report.warnings
-    report = convert(write_model("geglu", hidden_act="gelu"), tmp_path / "geglu-out", cross_check=True)
-    assert backends_run == ["transformers"] and results(report)["mlx_lm"] == "differs"
-    reason = "its llama computes silu, this model uses gelu"
-    assert report.warnings == [f"mlx_lm can't run this output as it is: {reason}"]

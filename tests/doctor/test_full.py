@@ -26,17 +26,16 @@ NOT_AT_THIS_SIZE = {"the loss falls"}  # in four steps
 @pytest.fixture
 def report(monkeypatch, tmp_path):
     monkeypatch.setattr(mlxlm.doctor, "run_in_processes", lambda: run_in_processes([sys.executable, "-c", SUITE]))
-    done = run_command("doctor", "--full", "--out", tmp_path / "report", "--json")
+    done = run_command("doctor", "--full", "--out", tmp_path / "report.json", "--json")
     report = json.loads(done.stdout)
-    assert report == json.loads((tmp_path / "report" / "doctor.json").read_text())
-    report["page"] = (tmp_path / "report" / "doctor.html").read_text()
+    assert report == json.loads((tmp_path / "report.json").read_text())
     return report
 
 
 def test_everything_passes(report):
     failed = {check["name"]: check["reason"] for check in report["checks"] if check["status"] == "failed"}
     assert failed.keys() <= NOT_AT_THIS_SIZE, failed
-    assert all(check["seconds"] >= 0 and check["status"] in report["page"] for check in report["checks"])
+    assert all(check["seconds"] >= 0 for check in report["checks"])
     # Each Metal kernel was run where there is Metal, and by nobody elsewhere.
     launched = {kernel for check in report["checks"] for kernel in check["values"].get("kernels", ())}
     sources = {path.stem for path in resource("metal_kernels").glob("*.metal")}

@@ -13,7 +13,7 @@ from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.plan.scaling_law import ScalingLaw
 from mlxlm.train import Run
-from mlxlm.utils.errors import ConfigError, DataError
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import finish, read_log
 
 TINY = {"max_seq_length": 16, "batch_size": 4, "eval_tokens": 500}
@@ -44,7 +44,7 @@ def test_start_train_and_continue(start, text_file):
         grid.flops_per_second()
     finish(grid.open_run(grid.runs[0]))
     finish(grid.open_run(grid.runs[1]), stop_at=2)
-    again = start()  # the same arguments: the same grid
+    again = Grid.open(grid.path)
     assert again.runs == grid.runs and len(again.points()) == 1
     for planned in again.runs:
         run = again.open_run(planned)
@@ -55,7 +55,7 @@ def test_start_train_and_continue(start, text_file):
     last = [e for e in read_log(Run.open(again.path / again.runs[-1].name)) if e["event"] == "validation"][-1]
     assert points[-1].loss == last["loss"] and again.seconds_left(4) == 0
     assert again.flops_per_second() > 0
-    with pytest.raises(ConfigError, match="grid of runs with other tokens"):
+    with pytest.raises(CheckpointError, match="already exists"):
         start(tokens=[128])
     assert not again.by_ratio
 
@@ -109,7 +109,6 @@ def test_damaged_grid_file(start, capfd):
         {"unique_tokens": 0},
         {"runs": [[1]]},
         {"settings": 3},
-        {"saved_args": None},
         {"vocab_size": "x"},
         {"runs": [{**planned, "seconds": math.nan}]},
         {"runs": [{**planned, "seconds": None}]},
@@ -118,7 +117,7 @@ def test_damaged_grid_file(start, capfd):
         with pytest.raises(ConfigError, match=r"grid.json is damaged"):
             Grid.open(grid.path)
     path.write_text(text)
-    command = ["scaling", "--out", str(grid.path), "--fit-only", "--json"]
+    command = ["scaling", "--resume", str(grid.path), "--fit-only", "--json"]
     assert _run([*command, "--predict", "1m", "--compute-budget", "1e12"]) == 0
     assert "without a joint fit nothing can be predicted" in json.loads(capfd.readouterr().out)["notes"]
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm import batch, generate
@@ -17,54 +17,11 @@ from mlxlm.generation.engine import ordered_results
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from tests.generation.recording_model import recording
-from tests.generation.texts import OPTIONS, SYSTEM, alone, greedy, same
+from tests.generation.texts import SYSTEM, alone, greedy, same
 
 
 def run_batch(lm, requests, *, kv=None, batch_size=32, **arguments):
     return run_engine(Engine(lm, kv=kv, batch_size=batch_size), requests, **arguments)
-
-
-prompts = st.one_of(
-    st.lists(st.integers(1, 299), min_size=1, max_size=60),
-    st.lists(st.integers(1, 299), min_size=1, max_size=12).map(lambda tail: SYSTEM + tail),
-)
-requests = st.builds(
-    lambda ids, which, n: Request(ids, GenerationOptions.of(**{"seed": 1, **OPTIONS[which], "max_tokens": n})),
-    prompts, st.integers(0, len(OPTIONS) - 1), st.sampled_from([1, 2, 5, 9, 20]),
-)  # fmt: skip
-
-
-@settings(max_examples=5)
-@given(st.lists(requests, min_size=1, max_size=7), st.integers(1, 5))
-def test_batched_texts_equal_texts_alone(lm, wanted, batch_size):
-    found = dict(run_batch(lm, wanted, batch_size=batch_size))
-    assert sorted(found) == list(range(len(wanted)))
-    for index, request in enumerate(wanted):
-        same(found[index], alone(lm, request))
-
-
-@settings(max_examples=3)
-@given(st.lists(requests, min_size=2, max_size=5), st.sampled_from([8, 20, 50]))
-def test_batches_with_rotating_caches(lm, wanted, size):
-    kv = KVOptions.of(size=size, keep=2)
-    for index, result in run_batch(lm, wanted, kv=kv, batch_size=3):
-        same(result, alone(lm, wanted[index], kv))
-
-
-@pytest.fixture(scope="module")
-def windowed(lm):
-    """Of two layers, the first sees 9 tokens."""
-    config = lm.config.with_changes(sliding_window=9, layer_types=["sliding_attention", "full_attention"])
-    model = Decoder(config)
-    model.load_weights(tree_flatten(lm.model.parameters()))
-    return replace(lm, model=model, config=config)
-
-
-@settings(max_examples=2)
-@given(st.lists(requests, min_size=2, max_size=5))
-def test_batches_with_sliding_windows(windowed, wanted):
-    for index, result in run_batch(windowed, wanted, batch_size=4):
-        same(result, alone(windowed, wanted[index]))
 
 
 def test_a_model_without_batching_runs_sequentially(lm):

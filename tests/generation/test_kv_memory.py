@@ -38,26 +38,6 @@ def small_steps(monkeypatch):
     monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
 
 
-@pytest.fixture(scope="module")
-def wide(lm):
-    """With heads that can be quantized."""
-    config = lm.config.with_changes(
-        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=600
-    )
-    model = Decoder(config)
-    model.init_weights(seed=5)
-    return replace(lm, model=model, config=config)
-
-
-@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=256), KVOptions.of(bits="8,4")], ids=str)
-def test_the_estimate_is_what_caches_take(wide, kv):
-    context = Context(wide.model, kv)
-    context.read([7] * 512)
-    memory = KVMemory(wide, kv, 0)
-    assert memory.bytes_for(512) == pytest.approx(sum(cache.nbytes for cache in context.caches), rel=0.15)
-    assert memory.bytes_for(512, 3) == 3 * memory.bytes_for(512) < memory.reserved_bytes(512, 3) or kv.size
-
-
 def test_max_tokens_is_the_largest_number_that_fits(lm):
     for max_bytes in (0, 100_000, 1 << 30):
         memory = KVMemory(lm, KVOptions(), max_bytes)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.generation import GenerationOptions, filter_logits
+from mlxlm.generation import GenerationOptions
+from mlxlm.generation.logit_filters import FilteredLogits, apply_filters, apply_temperature, filter_numbers
 
 V = 50
 
@@ -44,6 +45,13 @@ def smallest_set(p, order, mass):
 
 def normalised(p):
     return p / p.sum()
+
+
+def filter_logits(logits, options, xtc_rows=None):
+    """What the tokens of all rows are drawn from."""
+    numbers = filter_numbers(options, logits.shape[-1])
+    scaled = apply_temperature(logits, logits.max(axis=-1, keepdims=True), options.temperature)
+    return apply_filters(FilteredLogits(scaled, xtc_rows=xtc_rows), numbers).logits
 
 
 def probabilities(logits, options, excluding=None):

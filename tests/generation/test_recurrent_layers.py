@@ -1,97 +1,22 @@
-"""Recurrent layers of the decoder in the engine: batches of different lengths, prefixes, memory."""
+"""Recurrent layers of the decoder in the engine: rows that come and go, speculation, files."""
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVOptions, make_cache, open_prompt_cache, save_prompt_cache
+from mlxlm.cache import make_cache, open_prompt_cache, save_prompt_cache
 from mlxlm.cache.recurrent_cache import RecurrentCache
-from mlxlm.generation import Context, Engine, prefill, run_batch
+from mlxlm.generation import Engine
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.drafters import DraftModel
-from mlxlm.generation.kv_memory import KVMemory
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError, GenerationError
+from tests.generation.cache_models import RECURRENT
 from tests.generation.fake_drafters import Oracle, always, perturbed
-from tests.generation.recording_model import RecordingModel
-from tests.generation.test_batching import requests
 from tests.generation.texts import alone, request, same
 
-KINDS = {
-    "short convolutions": {"layer_types": ("conv", "full_attention", "conv"), "conv_L_cache": 4},
-    "gated delta rule": {
-        "layer_types": ("linear_attention", "full_attention", "linear_attention"), "attn_output_gate": True,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
-    },
-    "Mamba 2": {
-        "layer_types": ("mamba", "full_attention", "mamba"), "positions": "none",
-        "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 8, "mamba_d_state": 12,
-    },
-}  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def models(lm):
-    def build(changes):
-        model = RecordingModel(
-            lm.config.with_changes(num_hidden_layers=3, head_dim=32, max_position_embeddings=600, **changes)
-        )
-        model.init_weights(seed=3)
-        model.lm_head.weight = model.lm_head.weight * 20
-        model.eval()
-        return replace(lm, model=model, config=model.config)
-
-    return {name: build(changes) for name, changes in KINDS.items()}
-
-
-@settings(max_examples=2)
-@given(st.sampled_from(list(KINDS)), st.lists(requests, min_size=2, max_size=4), st.sampled_from([None, "8"]))
-def test_a_text_is_the_one_that_its_request_gives_alone(models, kind, wanted, bits):
-    lm, kv = models[kind], KVOptions.of(bits=bits)
-    for index, result in run_batch(Engine(lm, kv=kv, batch_size=3), wanted):
-        same(result, alone(lm, wanted[index], kv))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_of_different_lengths_are_read_together(models, kind):
-    lm = models[kind]
-    lm.model.calls.clear()
-    wanted = [request([*range(5, 9 + 3 * i)], 3, temperature=0) for i in range(4)]
-    found = dict(run_batch(Engine(lm), wanted))
-    assert any(rows > 1 and columns > 1 for rows, columns in lm.model.calls)
-    for index, result in found.items():
-        same(result, alone(lm, wanted[index]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_reads_no_more_than_an_interval_again(models, kind, monkeypatch):
-    monkeypatch.setattr(prefill, "SNAPSHOT_INTERVAL", 32)
-    lm, first = models[kind], [*range(1, 100)]
-    engine = Engine(lm)
-    answer = engine.submit(request(first)).result()
-    follow_up = request([*first, *answer.tokens, *range(40, 60)])
-    result = engine.submit(follow_up).result()
-    assert result.cached_tokens >= len(first) - 1
-    same(result, alone(lm, follow_up))
-    other = request([*first[:90], 299, 2, 3])
-    result = engine.submit(other).result()
-    assert 90 - 32 <= result.cached_tokens <= 90
-    same(result, alone(lm, other))
-
-
-@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=128), KVOptions.of(bits="8,4")], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_estimate_is_what_caches_take(models, kind, kv):
-    context = Context(models[kind].model, kv)
-    context.read([7] * 510, 16)
-    context.read([7]), context.read([7])
-    nbytes = sum(cache.nbytes for cache in context.caches)
-    assert KVMemory(models[kind], kv, 0).bytes_for(512) == pytest.approx(nbytes, rel=0.15)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_rows_come_and_go(models, kind):
     """Rows that finished are replaced; tokens that were read in vain are taken back."""
     model = models[kind].model
@@ -125,7 +50,7 @@ def test_rows_come_and_go(models, kind):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "seed": 4, "top_k": 20}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_texts_with_drafts_are_those_without(models, kind, options):
     """Drafts of which none or some tokens are right, and those of a model that has such layers, too."""
     lm, wanted = models[kind], request(max_tokens=16, **options)
@@ -145,24 +70,48 @@ def near(lm):
     return perturbed(lm.model, 0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_hold_states(models, kind, tmp_path):
-    """Of a prompt, and of the prefix cache: what continues them is read from their end, nothing else can be."""
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_file_holds_the_states_of_a_prompt(models, kind, tmp_path):
     lm, prompt = models[kind], [i % 300 for i in range(7, 400)]
-    with Engine(lm, prefix_cache_dir=tmp_path / "folder") as engine:
-        first = engine.submit(request(prompt)).result()
-        assert engine.save_prefix(tmp_path / "file", prompt)
-    text = [*prompt, *first.tokens]
-    for ids, num_cached in (([*text, 8, 9], len(text) - 1), ([*prompt[:300], 8], 0)):
-        wanted = request(ids)
-        result = Engine(lm, prefix_cache_dir=tmp_path / "folder").submit(wanted).result()
-        assert result.cached_tokens >= num_cached and (result.cached_tokens > 0) == (num_cached > 0)
-        same(result, alone(lm, wanted))
+    engine = Engine(lm)
+    engine.submit(request(prompt)).result()
+    assert engine.save_prefix(tmp_path / "file", prompt)
     engine, wanted = Engine(lm), request([*prompt, 8])
     assert engine.load_prefix(tmp_path / "file") == len(prompt) - 1
     result = engine.submit(wanted).result()
     assert result.cached_tokens == len(prompt) - 1
     same(result, alone(lm, wanted))
+
+
+def test_recurrent_states_can_be_taken_back():
+    def read(cache, count, value):
+        cache.begin_update(cache.rows, count)
+        cache[0] = mx.full((cache.rows, 2), value)
+
+    one, other = RecurrentCache([None]), RecurrentCache([None])
+    for value, count in enumerate([7, 1, 1], 1):
+        read(one, count, value)
+    read(other, 5, 9)
+    assert one.can_trim(0) and one.can_trim(1) and one.can_trim(2) and not one.can_trim(3)
+    both = RecurrentCache.merge([one, other])
+    read(both, 1, 4)
+    mine, others = both.row(0), both.row(1)
+    assert mine.can_trim(2) and not mine.can_trim(3) and not others.can_trim(2) and others.can_trim(6)
+    mine.trim(2)
+    assert mine[0].tolist() == [[2, 2]] and both[0].tolist() == [[4, 4]] * 2 and not mine.can_trim(1)
+    others.trim(1)
+    assert others[0].tolist() == [[9, 9]]
+    both.select([1])
+    assert both.rows == 1 and both.compact_copy().nbytes == 8 < both.nbytes
+    one = RecurrentCache([(2,)])
+    read(one, 7, 1)
+    read(one, 5, 2)
+    one.set_after(0, lambda n: mx.full((1, 2), 10 + n))
+    for count, left in ((2, 13), (1, 12), (2, 1)):
+        one.trim(count)
+        assert one[0].tolist() == [[left, left]]
+    with pytest.raises(GenerationError, match="can't trim 1 tokens from a recurrent state"):
+        one.trim(1)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 2), (1, 2, 2), (1, 2)], ids=str)

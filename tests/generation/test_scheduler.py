@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from itertools import islice
+from queue import SimpleQueue
 
 import pytest
 
@@ -28,24 +29,47 @@ def few_unread_chunks(monkeypatch):
     monkeypatch.setattr(text, "_RESUME_UNREAD", 5)
 
 
+class Steps:
+    """Counts the steps of engines, and reads first chunks between them."""
+
+    def __init__(self, step):
+        self._step, self._count = step, 0
+        self._unread = []  # texts, and where their first chunks go
+
+    def step(self, scheduler, *args):
+        self._count += 1
+        busy = self._step(scheduler, *args)
+        for stream, first in [entry for entry in self._unread if entry[0].num_generated]:
+            self._unread.remove((stream, first))
+            first.put(next(stream))
+        return busy
+
+    def begin(self, engine, one):
+        """Submit a request. Returns the stream, and its first chunk, which was taken before any other step."""
+        first = SimpleQueue()
+
+        def submit():
+            self._unread.append((engine.submit(one), first))
+            return self._unread[-1][0]
+
+        return device_thread.run(submit), first.get(timeout=TIMEOUT)
+
+    def wait(self):
+        """Wait until the engine no longer steps."""
+        for _ in range(5000):
+            before = self._count
+            for _ in range(3):
+                device_thread.run(lambda: None)
+            if self._count == before:
+                return
+        raise AssertionError("the engine doesn't stop to step")
+
+
 @pytest.fixture
 def steps(monkeypatch):
-    """One entry for each step of an engine."""
-    steps = []
-    step = Scheduler.step
-    monkeypatch.setattr(Scheduler, "step", lambda self, *args: steps.append(1) or step(self, *args))
+    steps = Steps(Scheduler.step)
+    monkeypatch.setattr(Scheduler, "step", lambda *args: steps.step(*args))
     return steps
-
-
-def until_idle(steps):
-    """Wait until the engine no longer steps."""
-    for _ in range(5000):
-        before = len(steps)
-        for _ in range(3):
-            device_thread.run(lambda: None)
-        if len(steps) == before:
-            return
-    raise AssertionError("the engine doesn't stop to step")
 
 
 # Engines that decode a text in a batch, with what drops tokens of its cache, and by itself.
@@ -63,25 +87,24 @@ def test_a_text_pauses_while_its_reader_is_far_behind(lm, steps, kind):
     one = request(dry_multiplier=0.8, repetition_penalty=1.1)
     expected = alone(lm, one, kind.get("kv")).tokens
     engine = Engine(lm, **kind)
-    stream = engine.submit(one)
-    tokens = [next(stream).token]
+    stream, first = steps.begin(engine, one)
+    tokens = [first.token]
     for _ in range(3):
-        until_idle(steps)
+        steps.wait()
         assert engine.stats.paused == 1 and engine.stats.running == engine.stats.waiting == 0
-        assert 11 <= stream.num_generated - len(tokens) < 20
+        assert 5 <= stream.num_generated - len(tokens) < 20
         tokens += [chunk.token for chunk in islice(stream, 15)]
     tokens += [chunk.token for chunk in stream]
     assert tokens == expected == stream.result().tokens
-    until_idle(steps)
+    steps.wait()
     assert engine.stats.paused == 0 and engine.stats.prompt_tokens == len(one.prompt)
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=lambda kind: ", ".join(kind) or "default")
 def test_other_texts_go_on_beside_a_paused_one(lm, steps, kind):
     engine = Engine(lm, batch_size=1, **kind)
-    stream = engine.submit(request())
-    first = next(stream)
-    until_idle(steps)
+    stream, first = steps.begin(engine, request())
+    steps.wait()
     others = [request([5, 6, 8 + i], 20, seed=i) for i in range(3)]
     for other, found in zip(others, [engine.submit(other) for other in others], strict=True):
         assert found.result().tokens == alone(lm, other).tokens
@@ -92,10 +115,11 @@ def test_other_texts_go_on_beside_a_paused_one(lm, steps, kind):
 @pytest.mark.parametrize("awaited", ["result", "callback", "unread"])
 def test_a_text_whose_end_is_awaited_does_not_pause(lm, steps, awaited):
     engine, ended = Engine(lm), threading.Event()
-    stream = engine.submit(request())
-    if awaited != "unread":
-        next(stream)
-        until_idle(steps)
+    if awaited == "unread":
+        stream = engine.submit(request())
+    else:
+        stream, _ = steps.begin(engine, request())
+        steps.wait()
         assert engine.stats.paused == 1
     if awaited == "callback":
         stream.add_done_callback(ended.set)
@@ -117,23 +141,21 @@ def test_waiting_for_a_paused_text_in_an_event_loop(lm):
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=lambda kind: ", ".join(kind) or "default")
 def test_a_paused_text_is_cancelled_dropped_or_closed(lm, steps, kind):
     engine = Engine(lm, **kind)
-    streams = [engine.submit(request([5, 6, 8 + i])) for i in range(3)]
-    for stream in streams:
-        next(stream)
-    until_idle(steps)
+    streams = [steps.begin(engine, request([5, 6, 8 + i]))[0] for i in range(3)]
+    steps.wait()
     assert engine.stats.paused == 3
     streams[0].cancel()
     assert len(streams[0].result().tokens) == 1
-    until_idle(steps)
+    steps.wait()
     assert engine.stats.paused == 2
-    del streams[1], stream
-    until_idle(steps)
+    del streams[1]
+    steps.wait()
     assert engine.stats.paused == 1
     engine.close()
     assert engine.stats.paused == engine.stats.kv_bytes == 0
     with pytest.raises(GenerationError, match="the engine was closed"):
         list(streams[-1])
-    until_idle(steps)
+    steps.wait()
 
 
 def test_texts_wait_for_the_memory_of_paused_ones(lm, steps):
@@ -144,11 +166,11 @@ def test_texts_wait_for_the_memory_of_paused_ones(lm, steps):
         max_kv_bytes=int(KVMemory(lm, KVOptions(), 0).reserved_bytes(20) * 1.5),
     )
     first, second = request(max_tokens=30), request([5, 9], 5)
-    stream = engine.submit(first)
-    tokens = [next(stream).token]
-    until_idle(steps)
+    stream, chunk = steps.begin(engine, first)
+    tokens = [chunk.token]
+    steps.wait()
     waiting = engine.submit(second)
-    until_idle(steps)  # doesn't try again and again
+    steps.wait()  # doesn't try again and again
     assert engine.stats.waiting == engine.stats.paused == 1 and not waiting.done
     tokens += [chunk.token for chunk in stream]
     assert tokens == alone(lm, first).tokens and waiting.result().tokens == alone(lm, second).tokens

@@ -328,16 +328,13 @@ def test_short_convolutions(mixtures, tmp_path, texts):
         f"model.layers.0.conv.{name}_proj" for name in ("in", "out")
     }
     for method, share in (("gptq", 0.9), ("awq", 1.1)):
-        report = quantize(
-            mixtures("lfm2"), tmp_path / method, method=method, calibration_text=texts[0], cross_check=True, **settings
-        )
+        report = quantize(mixtures("lfm2"), tmp_path / method, method=method, calibration_text=texts[0], **settings)
         assert report.metrics.kl < share * rounded.metrics.kl and report.bits == rounded.bits
-        assert report.checks[-1].name == "mlx_lm" and report.checks[-1].result == "equal"
-    assert_runs_alike(tmp_path / "gptq", 4)
+        assert_runs_alike(tmp_path / method, 4)
 
 
-def test_report_and_cross_check(mixtures, tmp_path, texts, plots):
-    report = quantize(mixtures("granitemoe"), tmp_path / "out", group_size=32, eval_text=texts[1], cross_check=True)
-    assert report.checks[-1].name == "mlx_lm" and report.checks[-1].result == "equal"
+def test_report(mixtures, tmp_path, texts, plots):
+    report = quantize(mixtures("granitemoe"), tmp_path / "out", group_size=32, eval_text=texts[1])
+    assert_runs_alike(tmp_path / "out", 4)
     assert set(report.errors) == set(report.bits)
     assert report.metrics.hidden_state_errors == {} and (tmp_path / "out/quantization.png").stat().st_size > 10_000

@@ -17,7 +17,6 @@ from mlxlm.utils.errors import ConfigError
         ({"mode": "nvfp4", "target_bpw": 4.0}, "`target_bpw` would have no effect: nvfp4 has fixed bits"),
         ({"max_kl": -1.0}, "`max_kl` is -1.0, it must be a number above 0"),
         ({"calibration_text": "x.txt"}, "`calibration_text` would have no effect"),
-        ({"cross_check": True, "verify": False}, "`cross_check` would have no effect"),
         ({"eval_text": "x.txt", "evaluate": False}, "`eval_text` would have no effect"),
     ],
 )

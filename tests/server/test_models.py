@@ -193,7 +193,7 @@ def test_a_model_that_takes_long_to_load(loads):
         leaving = asyncio.create_task(touch(models, "slow"))
         await asyncio.to_thread(STARTED.wait)
         leaving.cancel()
-        await asyncio.wait_for(touch(models, "fast"), 1)
+        await asyncio.wait_for(touch(models, "fast"), 10)
         staying = asyncio.create_task(touch(models, "slow"))
         await asyncio.sleep(0)
         GO_ON.set()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import stat
 
 import pytest
-from starlette.testclient import TestClient
 
 from mlxlm.server import stored_responses
-from mlxlm.server.app import make_app
 from tests.server.apis import events
 from tests.server.conftest import CONTEXT
 from tests.server.test_tools import CALL, WEATHER
@@ -78,43 +75,11 @@ def test_the_oldest_responses_are_dropped(client, ask, monkeypatch):
     ids = [ask(input="x" * 500)["id"] for _ in range(2)]
     stored = client.app.state.stored_responses
     size = len(stored._contents[ids[0]])
-    monkeypatch.setattr(stored_responses, "MAX_MEMORY_BYTES", 2 * size + 100)
+    monkeypatch.setattr(stored_responses, "MAX_BYTES", 2 * size + 100)
     ids.append(ask(input="x" * 500)["id"])
     assert [client.get(f"/v1/responses/{id}").status_code for id in ids] == [404, 200, 200]
-    monkeypatch.setattr(stored_responses, "MAX_MEMORY_BYTES", 10)
+    monkeypatch.setattr(stored_responses, "MAX_BYTES", 10)
     assert client.get(f"/v1/responses/{ask()['id']}").status_code == 404 and not stored._contents
-
-
-def test_a_folder_outlives_the_server(models, ask, tmp_path):
-    folder = tmp_path / "new" / "responses"
-    with TestClient(make_app(models, responses_dir=folder)) as client:
-        first, deleted = ask(client), ask(client)
-        client.delete(f"/v1/responses/{deleted['id']}")
-    [file] = folder.iterdir()
-    assert file.name == f"{first['id']}.json" and stat.S_IMODE(file.stat().st_mode) == 0o600
-    with TestClient(make_app(models, responses_dir=folder)) as client:
-        assert client.get(f"/v1/responses/{first['id']}").json() == first
-        assert ask(client, previous_response_id=first["id"])["status"] == "incomplete"
-        assert client.get(f"/v1/responses/{deleted['id']}").status_code == 404
-        (tmp_path / "secret.json").write_text(json.dumps({"input": [], "response": {"output": []}}))
-        assert ask(client, previous_response_id="../../secret")["error"]["code"] == "previous_response_not_found"
-
-
-def test_a_damaged_file_is_like_none(models, ask, tmp_path, caplog):
-    id = f"resp_{'0' * 24}"
-    (tmp_path / f"{id}.json").write_text('{"response"')
-    with TestClient(make_app(models, responses_dir=tmp_path)) as client:
-        assert client.get(f"/v1/responses/{id}").status_code == 404
-        assert ask(client, previous_response_id=id)["error"]["code"] == "previous_response_not_found"
-    assert "a response can't be read" in caplog.text
-
-
-def test_a_folder_that_cannot_be_written_to_is_logged(models, ask, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    with TestClient(make_app(models, responses_dir=tmp_path / "file")) as client:
-        assert client.get(f"/v1/responses/{ask(client)['id']}").status_code == 200
-        client.app.state.stored_responses._disk.shutdown()
-    assert "a response isn't stored" in caplog.text
 
 
 def test_items_by_reference(ask):

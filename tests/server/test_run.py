@@ -53,7 +53,9 @@ def check_closed(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_leaves_a_stream_frees_its_rows(live, served, n):
-    with httpx.stream("POST", live + "/v1/chat/completions", json={**LONG, "stream": True, "n": n}) as response:
+    with httpx.stream(
+        "POST", live + "/v1/chat/completions", json={**LONG, "stream": True, "n": n}, timeout=60
+    ) as response:
         assert response.status_code == 200
         parts = response.iter_bytes()  # dropping it would close the response
         next(parts)
@@ -79,10 +81,10 @@ def test_a_full_queue_is_a_429(lm):
         for count in (1, 2):
             connections.append(raw_connection(live, busy))
             assert wait_until(lambda: model.engine.stats.running + model.engine.stats.waiting == count)  # noqa: B023
-        response = httpx.post(url, json=HELLO)
+        response = httpx.post(url, json=HELLO, timeout=60)
         assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
         assert response.json()["error"]["type"] == "rate_limit_error"
-        response = httpx.post(url, json={**HELLO, "n": 2})
+        response = httpx.post(url, json={**HELLO, "n": 2}, timeout=60)
         assert response.status_code == 400 and "at most 1 may wait" in response.json()["error"]["message"]
         for connection in connections:
             connection.close()
@@ -92,7 +94,7 @@ def test_a_full_queue_is_a_429(lm):
 def test_prompts_are_reported_while_they_are_read(live, monkeypatch, served):
     monkeypatch.setattr("mlxlm.server.reply.KEEP_ALIVE_SECONDS", 0.02)
     body = {"messages": [{"role": "user", "content": "fox " * 1800}], "max_tokens": 2, "stream": True}
-    text = httpx.post(live + "/v1/chat/completions", json=body, timeout=30).text
+    text = httpx.post(live + "/v1/chat/completions", json=body, timeout=60).text
     assert re.search(r"^: reading the prompt, \d+ of \d{4} tokens$", text, re.MULTILINE)
     assert events(text)[-1] == "[DONE]"
 
@@ -156,7 +158,7 @@ def test_slow_readers_are_dropped(live, monkeypatch, served):
     connection.connect((parts.hostname, parts.port))
     connection.sendall(post(body))
     assert wait_until(lambda: served.engine.stats.running == 16)
-    assert wait_until(lambda: served.engine.stats.running == 0, 30)
+    assert wait_until(lambda: served.engine.stats.running == 0)
     connection.close()
 
 
@@ -201,13 +203,13 @@ class Process:
 def test_sigterm_lets_a_stream_finish(model_folder):
     with Process(model_folder) as server:
         body = {**HELLO, "max_tokens": 600, "temperature": 0, "stream": True}
-        with httpx.stream("POST", server.address + "/v1/chat/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", server.address + "/v1/chat/completions", json=body, timeout=60) as response:
             parts = response.iter_text()
             text = next(parts)
             server.process.send_signal(signal.SIGTERM)
             text += "".join(parts)
         assert events(text)[-1] == "[DONE]" and events(text)[-2]["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.address + "/health")
 
@@ -215,7 +217,9 @@ def test_sigterm_lets_a_stream_finish(model_folder):
 @contextlib.contextmanager
 def long_stream(server):
     """The parts of a stream that has begun and takes long."""
-    with httpx.stream("POST", server.address + "/v1/chat/completions", json={**LONG, "stream": True}) as response:
+    with httpx.stream(
+        "POST", server.address + "/v1/chat/completions", json={**LONG, "stream": True}, timeout=60
+    ) as response:
         parts = response.iter_text()
         next(parts)
         yield parts
@@ -228,21 +232,21 @@ def test_a_second_signal_ends_at_once(model_folder):
         while "stopping" not in server.lines[-1]:
             server.lines.append(server.process.stderr.readline())
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(10) == 130
+        assert server.process.wait(60) == 130
         assert all(json.loads(line) for line in [*server.lines, *server.process.stderr])
 
 
 def test_the_time_to_finish_is_limited(model_folder):
     with Process(model_folder, "--shutdown-timeout", "1") as server, long_stream(server) as parts:
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(httpx.post, server.address + "/v1/chat/completions", json=LONG, timeout=20)
+            waiting = pool.submit(httpx.post, server.address + "/v1/chat/completions", json=LONG, timeout=60)
             running = 'mlxlm_running{model="tiny"} 2.0'
-            assert wait_until(lambda: running in httpx.get(server.address + "/metrics").text, 20)
+            assert wait_until(lambda: running in httpx.get(server.address + "/metrics", timeout=60).text)
             server.process.send_signal(signal.SIGINT)
             text = "".join(parts)
             assert events(text)[-1]["error"]["message"] == "the server is stopping"
             assert waiting.result().status_code == 503
-        assert server.process.wait(5) == 0
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.process.stderr.read()
 
 
@@ -250,7 +254,7 @@ def test_the_prefix_cache_survives_a_restart(model_folder, tmp_path):
     body = {"messages": [{"role": "user", "content": "fox " * 400}], "max_tokens": 2}
     for seen_before in (False, True):
         with Process(model_folder, "--prefix-cache-dir", str(tmp_path / "prompts")) as server:
-            usage = httpx.post(server.address + "/v1/chat/completions", json=body, timeout=30).json()["usage"]
+            usage = httpx.post(server.address + "/v1/chat/completions", json=body, timeout=60).json()["usage"]
             assert (usage["prompt_tokens_details"]["cached_tokens"] > 300) == seen_before
             server.process.terminate()
-            assert server.process.wait(10) == 0
+            assert server.process.wait(60) == 0

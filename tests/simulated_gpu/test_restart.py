@@ -139,5 +139,5 @@ def test_sweeps_go_on(simulated_gpu, folder, tmp_path, restarts):
     simulated_gpu.faults.failing_evaluations = {1}
     assert run_command(*sweep, *variants).returncode == 0
     (found,) = restarts
-    assert found[0] == [*map(str, sweep), *variants, "--micro-batches", "2"]
+    assert found[0] == ["compare-architectures", "--resume", str(tmp_path / "b"), "--micro-batches", "2"]
     assert all(len(losses(tmp_path / "b" / name)) == 2 for name in ("rms", "layer"))

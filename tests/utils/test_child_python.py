@@ -3,11 +3,8 @@
 import re
 import subprocess
 
-import pytest
-
-from mlxlm.convert.cross_check import _CHILD
 from mlxlm.doctor.worker import _COMMAND
-from mlxlm.utils.child_python import python_command, python_environment
+from mlxlm.utils.child_python import python_environment
 from tests.paths import ROOT
 
 
@@ -17,10 +14,9 @@ def test_one_function_builds_the_command_of_every_child_process_that_runs_python
     assert files == ["child_python.py"]
 
 
-@pytest.mark.parametrize("command", [_COMMAND, python_command("-c", _CHILD)], ids=["doctor", "cross-check"])
-def test_files_in_the_current_folder_are_not_imported(command, tmp_path):
+def test_files_in_the_current_folder_are_not_imported(tmp_path):
     for name in ("json", "psutil", "mlxlm"):
         (tmp_path / f"{name}.py").write_text("import os; os.abort()")
-    run = subprocess.run(command, cwd=tmp_path, env=python_environment(), capture_output=True, text=True, check=False)
+    run = subprocess.run(_COMMAND, cwd=tmp_path, env=python_environment(), capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert "not enough values to unpack" in run.stderr or "json.decoder.JSONDecodeError" in run.stderr  # main() ran
+    assert "not enough values to unpack" in run.stderr  # the child has begun

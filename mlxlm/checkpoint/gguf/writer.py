@@ -52,13 +52,11 @@ class WriteResult:
         warnings: Where llama.cpp computes something else than the source, or what is missing.
         other_types: Matrices that are not of the requested type, and their types.
         outtype: The requested type of a GGUF file's matrices.
-        tokens_may_differ: Whether a warning is about the tokenizer, so that some texts get other token ids.
     """
 
     warnings: list[str] = field(default_factory=list)
     other_types: Mapping[str, str] = field(default_factory=dict)
     outtype: str | None = None
-    tokens_may_differ: bool = False
 
 
 def write(
@@ -127,7 +125,7 @@ def write(
     matrices = [name for name, tensor in file_tensors.items() if not _stays_float32(name, tensor)]
     other_types = {name: types[name] for name in matrices if types[name] != _FILE_TYPES[outtype][1]}
     warnings = [*compatibility_notes(config, architecture), *tokenizer_notes]
-    return WriteResult(warnings, other_types, outtype, tokens_may_differ=bool(tokenizer_notes))
+    return WriteResult(warnings, other_types, outtype)
 
 
 def _model_name(name: str) -> str:

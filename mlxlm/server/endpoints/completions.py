@@ -17,7 +17,6 @@ from mlxlm.generation import device_thread
 from mlxlm.generation.request import encode_prompt
 from mlxlm.generation.result import TokenLogprobs
 from mlxlm.generation.scoring import prompt_logprobs
-from mlxlm.server.conversation import check_constraint
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import Models, ServedModel
@@ -79,7 +78,6 @@ async def _make_reply(body: CompletionRequest, model: ServedModel) -> _Completio
         middle = fill_in_the_middle(model)
         eos_token_ids |= middle.end_token_ids
         encode = partial(middle.encode, suffix=body.suffix)
-    await check_constraint(model, options, eos_token_ids)
     prompts = [await model.encode(encode, prompt) for prompt in body.prompt]
     echoes = [await _echo(model, *both, body) for both in zip(body.prompt, prompts, strict=True)]
     requests = sample_requests(prompts, options, eos_token_ids, body.n)

@@ -98,7 +98,7 @@ async def _make_reply(
     # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
     options = body.options(model.defaults, max_tokens=max_tokens, logprobs=body.n_probs or None)
-    return _Completion(model, await continuation(model, prompt, options, eos_token_ids), body)
+    return _Completion(model, continuation(model, prompt, options, eos_token_ids), body)
 
 
 class _Completion(Reply):

@@ -138,7 +138,7 @@ async def generate(request: Request) -> Response:
             prompt = await model.encode(middle.encode, body.prompt, body.suffix)
         else:  # a template that the client has filled
             prompt = await model.encode(model.lm.tokenizer.encode, body.prompt, parse_special=True)
-        text = await continuation(model, prompt, options, eos_token_ids)
+        text = continuation(model, prompt, options, eos_token_ids)
         return _Answer(model, text, body, is_chat=False)
 
     return await respond(request, body, make_reply, NDJSON)

@@ -136,7 +136,7 @@ async def responses(request: Request) -> Response:
     body = await read_body(request, ResponseRequest)
     stored: StoredResponses = request.app.state.stored_responses
     if body.previous_response_id is not None:
-        earlier = await stored.get(body.previous_response_id, "previous_response_id")
+        earlier = stored.get(body.previous_response_id, "previous_response_id")
         items = [*earlier["input"], *earlier["response"]["output"]]
         body.input = [*map(InputItem.model_validate, items), *body.input]
     for index, item in enumerate(body.input):
@@ -157,20 +157,20 @@ async def responses(request: Request) -> Response:
 async def get_response(request: Request) -> JSONResponse:
     """Return a response that was kept."""
     stored: StoredResponses = request.app.state.stored_responses
-    return JSONResponse((await stored.get(request.path_params["id"]))["response"])
+    return JSONResponse(stored.get(request.path_params["id"])["response"])
 
 
 async def delete_response(request: Request) -> JSONResponse:
     """Delete a response that was kept."""
     id = request.path_params["id"]
-    await request.app.state.stored_responses.delete(id)
+    request.app.state.stored_responses.delete(id)
     return JSONResponse({"id": id, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: Request) -> JSONResponse:
     """Return the input of a response that was kept, the last item first unless the query says `order=asc`."""
     stored: StoredResponses = request.app.state.stored_responses
-    items = [_listed(item) for item in (await stored.get(request.path_params["id"]))["input"]]
+    items = [_listed(item) for item in stored.get(request.path_params["id"])["input"]]
     items = items if request.query_params.get("order") == "asc" else items[::-1]
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
     return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
