@@ -43,7 +43,9 @@ def split_config(config: ModelConfig, size: int) -> ModelConfig:
     changes |= {"num_key_value_heads": max(1, kv_heads // size), "mamba_n_groups": max(1, groups // size)}
     part = config.with_changes(**changes, head_dim=config.head_dim)
     for kinds in set(zip(config.layer_sublayers, part.layer_sublayers, strict=True)):
-        if size > 1 and any(whole.matrices == own.matrices for whole, own in zip(*kinds, strict=True)):
+        if size > 1 and any(
+            whole.matrices and whole.matrices == own.matrices for whole, own in zip(*kinds, strict=True)
+        ):
             raise ConfigError(f"layers of {config.model_type} can't be split over processes", "one machine")
     return part
 

@@ -89,7 +89,7 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
     runtime, problem = "mlxlm's own decoder", None
     limits: list[str] = []
     if isinstance(checkpoint, MlxLmCheckpoint):
-        runtime = f"mlx_lm: mlxlm's has no {checkpoint.unsupported_reason}"
+        runtime = f"mlx_lm: mlxlm's decoder has no {checkpoint.unsupported_reason}"
         try:
             _, limit = build_with_mlx_lm(checkpoint)
             limits = [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []

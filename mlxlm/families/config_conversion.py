@@ -187,7 +187,8 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source}: a configuration is a JSON object, not {type(values).__name__}")
     if reason := unsupported_feature(values):
-        raise ConfigError(f"{source}: this decoder has no {reason}")
+        hint = "mlxlm inspect, which describes models that run through mlx_lm, too"
+        raise ConfigError(f"{source}: mlxlm's decoder has no {reason}", hint)
     if _model_type(values) is None:
         raise ConfigError(f"{source}: missing model_type", f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[_model_type(values)]

@@ -156,7 +156,9 @@ class LoadedModel:
     def supports_batching(self) -> bool:
         """Whether several texts can be decoded together; otherwise one after another."""
         if isinstance(self.config, MlxLmConfig):
-            return can_batch(self.model)
+            result = can_batch(self.model)
+            eval_weights(self.model)  # Gemma 3n's forward pass clips its own
+            return result
         return getattr(self.model, "supports_batching", False)
 
 

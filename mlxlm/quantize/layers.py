@@ -179,6 +179,8 @@ class ModuleLayers:
             return original(x, *args, **options)
         if index != len(self._calls) or (index and x is not self._expected):
             raise self._error("mlx_lm's class computes something between its layers")
+        if any(hasattr(value, "update_and_fetch") for value in (*args, *options.values())):  # Gemma 3n
+            raise self._error("its layers share keys and values")
         if index == 0:
             self._first_input = x
         self._calls.append((args, options))

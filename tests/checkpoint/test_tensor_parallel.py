@@ -46,7 +46,10 @@ KINDS = {
         "layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 8, "linear_num_key_heads": 4,
         "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     },
-    "Mamba 2": {"layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12},
+    "Mamba 2 without a feed-forward": {
+        "layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12,
+        "mlp_layer_types": ["none", "dense"],
+    },
     "Mamba 2 with groups": {
         "layer_types": ("mamba", "full_attention"), "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 12,
         "mamba_n_groups": 4, "mamba_proj_bias": True,

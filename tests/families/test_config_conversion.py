@@ -106,7 +106,7 @@ def test_rope_theta_of_old_and_new_transformers():
     assert config_from_hf({**LLAMA, "rope_theta": 5e5}).rope_theta == 5e5
     new = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert config_from_hf(new).rope_theta == 5e5
-    with pytest.raises(ConfigError, match="x.json: this decoder has no rope_type 'spiral'"):
+    with pytest.raises(ConfigError, match="x.json: mlxlm's decoder has no rope_type 'spiral'"):
         config_from_hf({**LLAMA, "rope_scaling": {"rope_type": "spiral", "factor": 4}}, "x.json")
 
 
@@ -205,7 +205,7 @@ def test_bos_and_eos_beyond_the_vocabulary_are_dropped():
 def test_unsupported_features(name, change, phrase):
     values = {**PUBLISHED[name][1], **change}
     assert phrase in unsupported_feature(values)
-    with pytest.raises(ConfigError, match="file: this decoder has no "):
+    with pytest.raises(ConfigError, match="file: mlxlm's decoder has no "):
         config_from_hf(values, "file")
 
 

@@ -1,6 +1,7 @@
 """Models of mlx_lm's classes: compiled steps, and tensor parallelism."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,22 @@ def test_texts_of_a_model_without_batches(models):
     wanted = [greedy([5, 6, 7 + i]) for i in range(6)]
     for index, result in run_batch(Engine(lm), wanted):
         same(result, alone(lm, wanted[index]))
+
+
+def test_weights_that_a_model_replaces_do_not_belong_to_the_thread_that_made_its_engine(models):
+    """Gemma 3n's forward pass assigns weights, even that which only finds out whether texts can share a batch."""
+    lm = models["sliding windows"]
+
+    class Clips(type(lm.model)):
+        def __call__(self, *args, **options):
+            self.model.norm.weight = mx.clip(self.model.norm.weight, -10, 10)
+            return super().__call__(*args, **options)
+
+    clipping = Clips(lm.model.args)
+    clipping.update(lm.model.parameters())
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(Engine, replace(lm, model=clipping)).result()
+    same(engine.submit(greedy([5, 6, 7])).result(), alone(lm, greedy([5, 6, 7])))
 
 
 def test_mlx_lm_divides_its_models_over_processes(monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.cache.kv_cache import KVCache
 from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
@@ -141,18 +142,24 @@ def test_layers_one_after_another_are_the_model(kind, mixtures, tiny_tokenizer, 
     np.testing.assert_array_equal(np.array(found), np.array(wanted[0]))
 
 
-def test_a_model_that_computes_something_between_its_layers_is_not_calibrated(mixtures, monkeypatch, tmp_path, texts):
+@pytest.mark.parametrize(
+    ("factor", "cache", "problem"), [(2, None, "something between its layers"), (1, KVCache(), "share keys and values")]
+)
+def test_a_model_that_is_not_one_layer_after_another_is_not_calibrated(
+    factor, cache, problem, mixtures, monkeypatch, tmp_path, texts
+):
     granitemoe = pytest.importorskip("mlx_lm.models.granitemoe")
 
-    def call(self, inputs, cache=None, input_embeddings=None):
+    def call(self, inputs, *_, **__):
         x = self.embed_tokens(inputs)
         for layer in self.layers:
-            x = 2 * layer(x, "causal", None)
+            x = layer(x, "causal", cache)
+            x = factor * x if factor > 1 else x
         return self.norm(x)
 
     source = mixtures("granitemoe")
     monkeypatch.setattr(granitemoe.GraniteMoEModel, "__call__", call)
-    with pytest.raises(ArgumentError, match="granitemoe models can't be calibrated: .* between its layers .try: .*rtn"):
+    with pytest.raises(ArgumentError, match=f"granitemoe models can't be calibrated: .* {problem} .try: .*rtn"):
         quantize(source, tmp_path / "out", method="gptq", calibration_text=texts[0], evaluate=False)
     assert not list(tmp_path.iterdir())
 
