@@ -251,15 +251,16 @@ def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     if config.positions == "rope":
         values |= write_rope(config, family.has_local_rope)
     values |= {**family.write_extra(config), "torch_dtype": "float32"}
-    if config.quantization is not None:
-        # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
-        values["quantization"] = values["quantization_config"] = _write_quantization(config, config.quantization)
     if reason := unsupported_feature(values):
         return values, [reason]
     read = _model_config_arguments(values, "config.json")
     with suppress(ConfigError):  # what remains may not be valid: without ALiBi, an odd head_dim
         read = vars(ModelConfig(**read))
-    lost = [f.name for f in fields(config) if read.get(f.name, f.default) != getattr(config, f.name)]
+    names = [(f.name, f.default) for f in fields(config) if f.name != "quantization"]
+    lost = [name for name, default in names if read.get(name, default) != getattr(config, name)]
+    if config.quantization is not None and not lost:  # the family has all modules
+        # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
+        values["quantization"] = values["quantization_config"] = _write_quantization(config, config.quantization)
     texts = {name: repr(getattr(config, name)) for name in lost}
     return values, [f"{name} {text}" if len(text) <= _MAX_REPR else f"such {name}" for name, text in texts.items()]
 

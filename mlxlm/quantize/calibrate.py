@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_flatten
 from mlxlm.config.quantization import Format
 from mlxlm.model.experts import Blocks
 from mlxlm.quantize.intercept import intercept
@@ -22,6 +22,10 @@ _BATCH_TOKENS = 2048  # that go through a block at once
 MIN_EXPERT_TOKENS = 64  # fewer say little about the inputs of an expert
 
 
+# Name, 16-bit weights and format of each.
+Matrices = Sequence[tuple[str, mx.array, Format]]
+
+
 @dataclass(frozen=True)
 class InputStats:
     """Statistics of a linear layer's inputs on the calibration text, sums over tokens, float32 `[width, width]`.
@@ -29,10 +33,19 @@ class InputStats:
     Attributes:
         moments: XᵀX of the inputs X in the model as quantized so far.
         dxxt: (X₀ - X)ᵀX with the unquantized model's inputs X₀ at the same tokens; None if it wasn't run.
+        transposed: Whether the layer computes X W instead of X Wᵀ: `embed_q` of latent attention.
     """
 
     moments: np.ndarray
     dxxt: np.ndarray | None = None
+    transposed: bool = False
+
+    def by_output(self, weight: np.ndarray) -> np.ndarray:
+        """Weights `[outputs, width]`, from `[rows, columns]` of one matrix, or if `transposed` of each head's."""
+        if not self.transposed:
+            return weight
+        width, columns = len(self.moments), weight.shape[1]
+        return weight.reshape(-1, width, columns).swapaxes(1, 2).reshape(-1, width)
 
     def divided_by(self, scale: np.ndarray) -> InputStats:
         """Statistics of the inputs divided by `scale` `[width]`, without `dxxt`."""
@@ -70,12 +83,14 @@ class CalibratedMethod:
         """
         return inputs, set()
 
-    def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
-        """Quantize rows of a matrix, 16-bit `[rows, width]`; scales and biases have its dtype."""
-        raise NotImplementedError
+    def quantize(self, matrices: Matrices, inputs: InputStats) -> Iterable[PackedMatrix]:
+        """Quantize matrices that read the same inputs.
 
-    def end_block(self) -> None:
-        """Free what the matrices of one block share."""
+        Args:
+            matrices: `[rows, width]`. Scales and biases get the dtype of the weights.
+            inputs: Statistics of their inputs.
+        """
+        raise NotImplementedError
 
 
 class ExpertInputs:
@@ -108,7 +123,7 @@ class ExpertInputs:
             chosen = uses[experts == expert]
             if len(chosen):
                 rows = x[mx.array(chosen)].astype(mx.float32)
-                count, moments = count + len(chosen), moments + rows.T @ rows
+                count, moments = count + len(chosen), moments + _second_moments(rows)
         stats = InputStats(np.array(moments))
         if self._scale is None or not count:
             return count, stats
@@ -147,10 +162,13 @@ class _InputRecorder:
         self._sums: dict[str, list[mx.array]] = {}  # by the first layer with these inputs
         self._experts: dict[str, ExpertInputs] = {}  # the same
         self._first_layer: dict[str, str] = {}  # layer -> first layer with the same inputs
+        self._transposed: set[str] = set()
 
-    def record(self, name: str, *inputs: mx.array) -> None:
+    def record(self, name: str, *inputs: mx.array, transpose: bool = True) -> None:
         """Record the input of a layer, and for a layer of experts, which of them reads what."""
         self._inputs[name] = inputs
+        if not transpose:
+            self._transposed.add(name)
 
     def end_source(self) -> None:
         """The inputs recorded so far were the source's."""
@@ -161,7 +179,7 @@ class _InputRecorder:
         first: dict[tuple[int, ...], str] = {}
         for name, inputs in self._inputs.items():
             x, *experts = inputs
-            leader = self._first_layer[name] = first.setdefault(tuple(map(id, inputs)), name)
+            leader = self._first_layer[name] = first.setdefault((name in self._transposed, *map(id, inputs)), name)
             if leader != name:
                 continue
             if experts:
@@ -169,7 +187,7 @@ class _InputRecorder:
                 self._experts.setdefault(name, ExpertInputs()).add(x, *experts)
                 continue
             flat = _flatten(x)
-            products = [mx.square(flat).sum(axis=0) if self._diagonal else flat.T @ flat]
+            products = [mx.square(flat).sum(axis=0) if self._diagonal else _second_moments(flat)]
             if name in self._source_inputs:
                 products.append((_flatten(self._source_inputs[name][0]) - flat).T @ flat)
             before = self._sums.get(name)
@@ -180,7 +198,9 @@ class _InputRecorder:
     def stats(self) -> dict[str, InputStats | ExpertInputs]:
         """By layer, one object for layers with the same inputs. Hands the sums over without a copy."""
         stats: dict[str, InputStats | ExpertInputs] = dict(self._experts)
-        stats |= {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
+        for name, sums in self._sums.items():
+            moments, *dxxt = (np.array(x, copy=False) for x in sums)
+            stats[name] = InputStats(moments, dxxt[0] if dxxt else None, name in self._transposed)
         self._sums, self._experts = {}, {}
         return {name: stats[first] for name, first in self._first_layer.items()}
 
@@ -190,16 +210,32 @@ def _flatten(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1]).astype(mx.float32)
 
 
+def _second_moments(x: mx.array) -> mx.array:
+    """XᵀX of `x` `[tokens, width]`. On a CPU, numpy computes one half of it, in half of the time that MLX takes."""
+    if not ON_CPU:
+        return x.T @ x
+    values = np.array(x, copy=False)
+    return mx.array(values.T @ values)
+
+
 @contextmanager
 def recording(module: nn.Module, diagonal: bool = False) -> Iterator[_InputRecorder]:
-    """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert."""
+    """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert.
+
+    Also of those with a matrix for each head, if all heads have the same input, but not with `diagonal`.
+    """
     recorder = _InputRecorder(diagonal)
     leaves = dict(tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module))
-    recorded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Linear) or is_stack(leaf)}
+    recorded = {
+        name: leaf
+        for name, leaf in leaves.items()
+        if isinstance(leaf, nn.Linear) or is_stack(leaf) or (is_per_head(leaf) and not diagonal)
+    }
     classes = {name: type(leaf) for name, leaf in recorded.items()}
 
     def call(name: str, count: int, layer: Callable[..., mx.array], *inputs: Any, **options: Any) -> mx.array:
-        recorder.record(name, *inputs[:count])
+        if not is_per_head(recorded[name]) or inputs[0].shape[1] == 1:
+            recorder.record(name, *inputs[:count], transpose=options.get("transpose", True))
         return layer(*inputs, **options)
 
     for name, leaf in recorded.items():
@@ -221,6 +257,12 @@ def is_stack(module: nn.Module) -> bool:
     return hasattr(module, "num_experts") and "weight" in module and module.weight.ndim == 3
 
 
+def is_per_head(module: nn.Module) -> bool:
+    """Whether this is a `HeadLinear` or mlx_lm's `MultiLinear`, which has a matrix `[out, in]` for each head."""
+    is_linear = hasattr(module, "to_quantized") and not hasattr(module, "num_experts")
+    return is_linear and "weight" in module and module.weight.ndim == 3
+
+
 def _embed(model: Layers, windows: np.ndarray) -> list[mx.array]:
     """The hidden state `[B, T, hidden]` of each batch of windows after the embedding."""
     rows = max(1, _BATCH_TOKENS // windows.shape[1])
@@ -232,11 +274,13 @@ def _embed(model: Layers, windows: np.ndarray) -> list[mx.array]:
 
 
 def calibrate_layers(
-    source: Layers | None,
     model: Layers,
     windows: np.ndarray,
-    on_layer: OnLayer | None,
-    progress: Callable[[], None],
+    on_layer: OnLayer | None = None,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    source: Layers | None = None,
+    diagonal: bool = False,
 ) -> Mapping[str, InputStats | ExpertInputs]:
     """Run the calibration text through a model, and quantize each layer on the way.
 
@@ -245,11 +289,12 @@ def calibrate_layers(
     (67 MB each for 16,384 tokens of width 1024).
 
     Args:
-        source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`; or None.
         model: The model to calibrate on, with the embedding as it was quantized.
         windows: Tokens, int `[N, T]`.
         on_layer: Called for each layer; None leaves the layers as they are.
         progress: Called after each layer.
+        source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`.
+        diagonal: Sum only the squares of the inputs: moments are `[width]`. Layers must stay as they are.
 
     Returns:
         Statistics of the inputs of the matrices after the last layer, by name.
@@ -259,22 +304,26 @@ def calibrate_layers(
     for index, name in enumerate(model.names):
         layer = model.load(index)
         if on_layer is not None:
-            with recording(layer) as recorder:
+            with recording(layer, diagonal) as recorder:
                 for i, state in enumerate(states):
                     if source is not None and source_states is not None:
                         source_states[i] = source.run(layer, index, i, source_states[i])
                         mx.eval(source_states[i])
                         recorder.end_source()
-                    mx.eval(model.run(layer, index, i, state))
+                    output = model.run(layer, index, i, state)
+                    mx.eval(output)
                     recorder.end_batch()
+                    if diagonal:
+                        states[i] = output
             on_layer(name, layer, partial(model.run, layer, index, 0, states[0]), recorder.stats())
-        for i, state in enumerate(states):
-            states[i] = model.run(layer, index, i, state)
-            mx.eval(states[i])
+        if on_layer is None or not diagonal:
+            for i, state in enumerate(states):
+                states[i] = model.run(layer, index, i, state)
+                mx.eval(states[i])
         del layer  # before the next one is read
         mx.clear_cache()
         progress()
-    recorder = _InputRecorder()
+    recorder = _InputRecorder(diagonal)
     for i, state in enumerate(states):
         if source_states is not None:
             _record_all(recorder, model.head_inputs(i, source_states[i]))
@@ -282,36 +331,6 @@ def calibrate_layers(
         _record_all(recorder, model.head_inputs(i, state))
         recorder.end_batch()
     return recorder.stats()
-
-
-def mean_squares(model: Layers, windows: np.ndarray, progress: Callable[[int, int], None]) -> dict[str, np.ndarray]:
-    """Run a text through a model; return the mean square of each input channel of its layers' matrices, by name.
-
-    That is `[width]`, and for a matrix for each expert `[experts, width]`.
-
-    Args:
-        model: The model.
-        windows: Tokens, int `[N, T]`.
-        progress: Called as `progress(done, total)` after each layer.
-    """
-    states, result = _embed(model, windows), {}
-    for index, name in enumerate(model.names):
-        layer = model.load(index)
-        with recording(layer, diagonal=True) as recorder:
-            for i, state in enumerate(states):
-                states[i] = model.run(layer, index, i, state)
-                mx.eval(states[i])
-                recorder.end_batch()
-        for matrix, stats in recorder.stats().items():
-            if isinstance(stats, ExpertInputs):
-                squares = stats.mean_squares(get_submodule(layer, matrix).num_experts)
-            else:
-                squares = stats.moments / windows.size
-            result[f"{name}.{matrix}"] = squares
-        del layer  # before the next one is read
-        mx.clear_cache()
-        progress(index + 1, len(model.names))
-    return result
 
 
 def _record_all(recorder: _InputRecorder, inputs: Mapping[str, mx.array]) -> None:

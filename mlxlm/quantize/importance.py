@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from mlxlm.backend.mlx import limit_buffer_cache
+from mlxlm.backend.mlx import limit_buffer_cache, mx, nn
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.convert.verify import Progress
-from mlxlm.quantize.calibrate import mean_squares
+from mlxlm.quantize.calibrate import ExpertInputs, InputStats, calibrate_layers, get_submodule
 from mlxlm.quantize.calibration_text import CALIBRATION_TOKENS, WINDOW_TOKENS, text_of_file
 from mlxlm.quantize.layers import layers_of
 from mlxlm.utils.errors import CheckpointError
@@ -43,9 +44,22 @@ def importance_weights(
     checkpoint = open_module_checkpoint(source, adapter)
     text = text_of_file(calibration_text, checkpoint.load_tokenizer(), 16 * CALIBRATION_TOKENS)
     windows = text.windows(min(WINDOW_TOKENS, checkpoint.config.max_position_embeddings), CALIBRATION_TOKENS)
+    model, finished = layers_of(checkpoint), itertools.count(1)
+    result: dict[str, np.ndarray] = {}
+
+    def on_layer(
+        name: str, layer: nn.Module, run: Callable[[], mx.array], inputs: Mapping[str, InputStats | ExpertInputs]
+    ) -> None:
+        for matrix, stats in inputs.items():
+            if isinstance(stats, ExpertInputs):
+                squares = stats.mean_squares(get_submodule(layer, matrix).num_experts)
+            else:
+                squares = stats.moments / windows.size
+            if not np.isfinite(squares).all():
+                raise CheckpointError(f"the inputs of {name}.{matrix} are not finite on {text.name}", "another text")
+            result[f"{name}.{matrix}"] = squares
+        progress("calibrating", next(finished), len(model.names))
+
     with limit_buffer_cache():
-        result = mean_squares(layers_of(checkpoint), windows, partial(progress, "calibrating"))
-    for module, squares in result.items():
-        if not np.isfinite(squares).all():
-            raise CheckpointError(f"the inputs of {module} are not finite on {text.name}", "another text")
+        calibrate_layers(model, windows, on_layer, diagonal=True)
     return result

@@ -19,7 +19,7 @@ from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize import calibrate
 from mlxlm.quantize.awq import AWQ
-from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, calibrate_layers, get_submodule
+from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, Matrices, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
 from mlxlm.quantize.gptq import GPTQ, output_error
 from mlxlm.quantize.layers import layers_of
@@ -114,12 +114,12 @@ def quantize_calibrated(
         progress(next(done), total)
 
     if tied is not None:
-        stats = calibrate_layers(None, source, windows[::_TIED_SHARE], None, report)[tied]
+        stats = calibrate.calibrate_layers(source, windows[::_TIED_SHARE], progress=report)[tied]
         tied_moments = stats.moments if isinstance(stats, InputStats) else None
     embeddings = quantizer.quantize_tables(source.tables, tied, tied_moments)
     calibrated = layers_of(checkpoint.with_tensors({**checkpoint.tensors, **embeddings}))
     unquantized = source if method.runs_source else None
-    head_inputs = calibrate_layers(unquantized, calibrated, windows, quantizer.quantize_layer, report)
+    head_inputs = calibrate.calibrate_layers(calibrated, windows, quantizer.quantize_layer, report, source=unquantized)
     for name, inputs in head_inputs.items():
         if name not in source.tables and plan.formats.get(name) is not None:
             quantizer.quantize_head(name, inputs)
@@ -154,11 +154,11 @@ class _LayerQuantizer:
                 continue
             tensor = self._checkpoint.tensors[f"{module}.weight"]
             moments: np.ndarray = np.eye(tensor.shape[1], dtype=np.float32)
-            error_moments = moments
+            measured = None
             if module == tied and tied_moments is not None:
                 moments = moments + tied_moments / max(float(np.mean(np.diag(tied_moments))), 1e-30)
-                error_moments = tied_moments
-            packed = self._quantize(module, tensor.read(), InputStats(moments), fmt, error_moments)
+                measured = InputStats(tied_moments)
+            [packed] = self._quantize([(module, tensor.read(), fmt)], InputStats(moments), measured)
             stored = self._save(module, packed.parts(module))
             embeddings |= dequantize_tensors(stored, self._plan.quantization_config())
         return embeddings
@@ -167,7 +167,8 @@ class _LayerQuantizer:
         """Quantize an untied head, or another matrix outside the layers."""
         weight, fmt = self._checkpoint.tensors[f"{name}.weight"].read(), self._plan.formats[name]
         assert fmt is not None
-        self._save(name, self._quantize(name, weight, inputs, fmt).parts(name))
+        [packed] = self._quantize([(name, weight, fmt)], inputs)
+        self._save(name, packed.parts(name))
 
     def quantize_layer(
         self,
@@ -187,15 +188,18 @@ class _LayerQuantizer:
                 for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
                     key = f"{name}.{layer}.{parameter}"
                     results[key] = value.astype(tensors[key].dtype)
+        groups: dict[int, tuple[InputStats | ExpertInputs | None, list[tuple[str, mx.array, Format]]]] = {}
         for layer_name, fmt in formats.items():
-            if fmt is None:
-                continue
-            layer, module = get_submodule(block, layer_name), f"{name}.{layer_name}"
-            weight = layer.weight.astype(tensors[f"{module}.weight"].dtype)
-            packed = self._quantize(module, weight, inputs.get(layer_name), fmt)
-            layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
-            results |= packed.parts(module)
-        self._method.end_block()
+            if fmt is not None:
+                module, layer = f"{name}.{layer_name}", get_submodule(block, layer_name)
+                weight = layer.weight.astype(tensors[f"{module}.weight"].dtype)
+                read = inputs.get(layer_name)
+                groups.setdefault(id(read), (read, []))[1].append((module, weight, fmt))
+        for read, matrices in groups.values():
+            for (module, _, fmt), packed in zip(matrices, self._quantize(matrices, read), strict=True):
+                layer = get_submodule(block, module.removeprefix(prefix))
+                layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
+                results |= packed.parts(module)
         if results:
             self._save(name, results)
 
@@ -207,61 +211,73 @@ class _LayerQuantizer:
 
     def _quantize(
         self,
-        module: str,
-        weight: mx.array,
+        matrices: Matrices,
         inputs: InputStats | ExpertInputs | None,
-        fmt: Format,
-        error_moments: np.ndarray | None = None,
-    ) -> PackedMatrix:
-        """Quantize a matrix, or one for each expert, and record its error, on inputs with `error_moments` if given.
+        measured: InputStats | None = None,
+    ) -> list[PackedMatrix]:
+        """Quantize matrices that read the same inputs, and record their errors, on inputs `measured` if given.
 
         What has no inputs is rounded to nearest: matrices of a kind that isn't calibrated, and experts that read less
         than `calibrate.MIN_EXPERT_TOKENS`.
         """
-        if inputs is None or (isinstance(inputs, ExpertInputs) and weight.ndim != 3):
-            packed = quantize_rtn(weight, fmt)
-            self._errors[module] = weight_error(weight, packed, fmt)
-            return packed
+        if inputs is None:
+            rounded = [quantize_rtn(weight, fmt) for _, weight, fmt in matrices]
+            for (module, weight, fmt), packed in zip(matrices, rounded, strict=True):
+                self._errors[module] = weight_error(weight, packed, fmt)
+            return rounded
         try:
             if isinstance(inputs, InputStats):
-                packed, squared = self._quantize_matrix(module, weight, inputs, fmt, error_moments)
+                results = self._quantize_matrices(matrices, inputs, measured)
             else:
-                packed, squared = self._quantize_experts(module, weight, inputs, fmt)
+                results = self._quantize_experts(matrices, inputs)
         except CheckpointError as error:
-            raise error.prefixed(module) from None
-        change, size = squared
-        self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
-        return packed
+            raise error.prefixed(" and ".join(module for module, _, _ in matrices)) from None
+        for (module, _, _), (_, (change, size)) in zip(matrices, results, strict=True):
+            self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
+        return [packed for packed, _ in results]
 
-    def _quantize_matrix(
-        self, module: str, weight: mx.array, inputs: InputStats, fmt: Format, error_moments: np.ndarray | None = None
-    ) -> tuple[PackedMatrix, np.ndarray]:
-        pieces, squared = [], np.zeros(2)
-        error_moments = inputs.moments if error_moments is None else error_moments
-        for start in range(0, weight.shape[0], _ROWS):
-            rows = weight[start : start + _ROWS]
-            piece = self._method.quantize(module, rows, inputs, fmt)
-            squared += output_error(rows, piece, fmt, error_moments)
-            mx.eval(*piece.parts(module).values())
+    def _quantize_matrices(
+        self, matrices: Matrices, inputs: InputStats, measured: InputStats | None = None
+    ) -> list[tuple[PackedMatrix, np.ndarray]]:
+        """Quantize matrices `[rows, width]`, or `[heads, rows, width]`.
+
+        Returns:
+            Each with the parts of its error, see `output_error`.
+        """
+        pieces = [
+            (module, rows[start : start + count], fmt)
+            for module, weight, fmt in matrices
+            for rows in [weight.flatten(0, -2)]
+            for count in [len(rows) if inputs.transposed else _ROWS]
+            for start in range(0, len(rows), count)
+        ]
+        found: dict[str, list[tuple[PackedMatrix, np.ndarray]]] = {module: [] for module, _, _ in matrices}
+        for (module, rows, fmt), packed in zip(pieces, self._method.quantize(pieces, inputs), strict=True):
+            found[module].append((packed, output_error(rows, packed, fmt, measured or inputs)))
+            mx.eval(packed)
             mx.clear_cache()
-            pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else PackedMatrix.concatenate_rows(pieces), squared
+        results = []
+        for module, weight, _ in matrices:
+            packed, squared = _join(PackedMatrix.concatenate_rows, found[module])
+            shaped = PackedMatrix(*(x if x is None else mx.unflatten(x, 0, weight.shape[:-1]) for x in packed))
+            results.append((shaped, squared))
+        return results
 
-    def _quantize_experts(
-        self, module: str, weight: mx.array, inputs: ExpertInputs, fmt: Format
-    ) -> tuple[PackedMatrix, np.ndarray]:
-        matrices, squared = [], np.zeros(2)
-        for expert in range(weight.shape[0]):
+    def _quantize_experts(self, matrices: Matrices, inputs: ExpertInputs) -> list[tuple[PackedMatrix, np.ndarray]]:
+        """Quantize matrices `[experts, rows, width]`; see `_quantize_matrices`."""
+        experts: list[list[tuple[PackedMatrix, np.ndarray]]] = []
+        for expert in range(matrices[0][1].shape[0]):
             tokens, stats = inputs.of(expert)
+            own = [(module, weight[expert], fmt) for module, weight, fmt in matrices]
             if tokens >= calibrate.MIN_EXPERT_TOKENS:
-                packed, errors = self._quantize_matrix(module, weight[expert], stats, fmt)
-            else:
+                experts.append(self._quantize_matrices(own, stats))
+                continue
+            experts.append([])
+            for module, rows, fmt in own:
+                packed = quantize_rtn(rows, fmt)
+                experts[-1].append((packed, output_error(rows, packed, fmt, stats) if tokens else np.zeros(2)))
                 self._rounded_experts[module] = self._rounded_experts.get(module, 0) + 1
-                packed = quantize_rtn(weight[expert], fmt)
-                errors = output_error(weight[expert], packed, fmt, stats.moments) if tokens else np.zeros(2)
-            matrices.append(packed)
-            squared += errors
-        return PackedMatrix.stack(matrices), squared
+        return [_join(PackedMatrix.stack, parts) for parts in zip(*experts, strict=True)]
 
     def _save(self, name: str, arrays: dict[str, mx.array]) -> dict[str, LazyTensor]:
         file = self._scratch / f"{name}.safetensors"
@@ -269,3 +285,11 @@ class _LayerQuantizer:
         stored = file_tensors(file)
         self._stored |= stored
         return stored
+
+
+def _join(
+    join: Callable[[Sequence[PackedMatrix]], PackedMatrix], parts: Sequence[tuple[PackedMatrix, np.ndarray]]
+) -> tuple[PackedMatrix, np.ndarray]:
+    """Join the parts of a matrix, and add up those of its error."""
+    packed, squared = zip(*parts, strict=True)
+    return join(packed), np.sum(squared, axis=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from mlxlm.convert.verify import Progress
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.quantize.calibration_text import EvalText
+from mlxlm.quantize.quantization_plan import layer_index
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.plots import TITLE_SIZE, label_axes, legend_outside, new_figure, save_figure
 
@@ -30,7 +30,6 @@ _MAX_NEW_TOKENS = 256  # of one continuation
 _TURNS, SECONDS = 3, 1.0  # measured turns of each model after one to warm up, and the duration of each
 _PROMPT_TOKENS = 16  # of the speed measurement
 _SAME_FIELDS = ("tokens", "context_length", "stride", "kl", "top1_agreement")  # of Comparison
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(?:.+\.)?(\w+?)(?:_proj)?$")
 _OUTSIDE_LAYERS = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}
 _COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe", 8: "#045a8d"}  # by bits
 
@@ -268,7 +267,7 @@ def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
 
 
 def _last_layer(report: QuantizationReport) -> int:
-    return max((int(match[1]) for name in report.errors if (match := _LAYER.search(name))), default=-1)
+    return max((layer for name in report.errors if (layer := layer_index(name)) is not None), default=-1)
 
 
 def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:
@@ -276,8 +275,9 @@ def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, flo
     last = _last_layer(report)
     kinds: dict[str, list[tuple[int, float, int]]] = {}
     for module, error in report.errors.items():
-        match = _LAYER.search(module)
-        kind = match[2] if match else _OUTSIDE_LAYERS.get(module, module.rpartition(".")[2])
-        layer = int(match[1]) if match else (last + 1 if module == "lm_head" else -1)
+        kind = _OUTSIDE_LAYERS.get(module, module.rpartition(".")[2].removesuffix("_proj"))
+        layer = layer_index(module)
+        if layer is None:
+            layer = last + 1 if module == "lm_head" else -1
         kinds.setdefault(kind, []).append((layer, error, report.bits[module]))
     return kinds

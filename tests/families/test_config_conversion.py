@@ -387,6 +387,11 @@ def test_malformed_config_is_one_error(tmp_path, content):
             "opt",
         ),
         ({"qk_norm": "head", "positions": "none"}, "mlxlm"),
+        (
+            {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+             "quantization": {"bits": 4, "group_size": 64}},
+            "mlxlm",
+        ),
     ],
 )  # fmt: skip
 def test_resolve_model_type(changes, family):

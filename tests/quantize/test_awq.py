@@ -111,10 +111,10 @@ def test_scaling_reduces_the_error_of_outliers():
     block, chosen, own = model.layers[0], Format(3, 32), outliers(64)
     name = "self_attn.q_proj"
     source = np.array(awq.get_submodule(block, name).weight)
-    plain = row_errors(source, quantize_rtn(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
+    plain = row_errors(source, quantize_rtn(mx.array(source).astype(mx.float16), chosen), chosen, InputStats(own)).sum()
     after, _ = scaled(block, chosen, mx.float16)
     weight = awq.get_submodule(block, name).weight
-    errors = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name].moments)
+    errors = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name])
     assert errors.sum() < 0.3 * plain
 
 
@@ -125,7 +125,7 @@ def test_clipping_reduces_the_error():
     moments = outliers(64)
     source = np.array(weight.astype(mx.float32))
     clipped, plain = (
-        row_errors(source, packed, chosen, moments)
+        row_errors(source, packed, chosen, InputStats(moments))
         for packed in (awq.quantize_clipped("v_proj", weight, moments, chosen), quantize_rtn(weight, chosen))
     )
     assert (clipped <= plain * 1.001).all() and clipped.sum() < 0.95 * plain.sum()

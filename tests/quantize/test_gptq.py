@@ -7,7 +7,8 @@ from hypothesis import given, settings
 
 from mlxlm.backend.mlx import mx
 from mlxlm.config.quantization import BITS, GROUP_SIZES, Format
-from mlxlm.quantize.gptq import gptq, output_error, row_errors
+from mlxlm.quantize.calibrate import InputStats
+from mlxlm.quantize.gptq import GPTQ, output_error, row_errors
 from mlxlm.quantize.rtn import dequantized, pack, quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 
@@ -25,8 +26,14 @@ def test_packed_values_come_back(bits, group, groups, rows, seed):
     assert np.array_equal(np.array(mx.dequantize(packed, ones, zeros, group_size=group, bits=bits)), values)
 
 
+def gptq(weight, moments, chosen, dxxt=None, transposed=False):
+    [packed] = GPTQ().quantize([("", weight, chosen)], InputStats(moments, dxxt, transposed))
+    return packed
+
+
 def relative_error(*arguments) -> float:
-    changed, size = output_error(*arguments)
+    *others, moments = arguments
+    changed, size = output_error(*others, InputStats(moments))
     return (changed / size) ** 0.5
 
 
@@ -51,26 +58,50 @@ def test_less_than_half_the_error_of_rounding(bits, group_size):
     assert ours < 0.5 * plain
 
 
-def test_matches_the_textbook(monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matches_the_textbook(transposed, monkeypatch):
     """The unblocked algorithm, with an explicit inverse at every column, gives the same numbers."""
-    weight, moments = problem(rows=6, width=64)
-    chosen = Format(4, 32)
+    weight, moments = problem(rows=64, width=64)
+    weight, chosen = weight.astype(mx.float32), Format(4, 32)
     monkeypatch.setattr("mlxlm.quantize.gptq.CLIP_RATIOS", (1.0,))
-    packed = gptq(weight, moments, chosen)
-    left = np.array(weight.astype(mx.float32), dtype=np.float64)
+    packed = gptq(weight, moments, chosen, transposed=transposed)
+    left = np.array(weight.T if transposed else weight).astype(np.float64)
     hessian = moments / np.mean(np.diag(moments)) + 0.01 * np.eye(64)
     result = np.empty_like(left)
+
+    def ranges(groups):
+        return map(np.array, mx.quantize(mx.array(groups, mx.float32), group_size=32, bits=4)[1:])
+
     for column in range(64):
-        if column % 32 == 0:
-            group = mx.array(left[:, column : column + 32]).astype(mx.float16)
-            _, scale, bias = (np.array(p.astype(mx.float32)) for p in mx.quantize(group, group_size=32, bits=4))
+        if transposed:
+            scale, bias = (np.repeat(part, 32) for part in ranges(left[:, column][None]))
+        elif column % 32 == 0:
+            scale, bias = (part[:, 0] for part in ranges(left[:, column : column + 32]))
         inverse = np.linalg.inv(hessian[column:, column:])
-        whole = np.clip(np.rint((left[:, column] - bias[:, 0]) / scale[:, 0]), 0, 15)
-        result[:, column] = whole * scale[:, 0] + bias[:, 0]
+        whole = np.clip(np.rint((left[:, column] - bias) / scale), 0, 15)
+        result[:, column] = whole * scale + bias
         error = (left[:, column] - result[:, column]) / inverse[0, 0]
         left[:, column:] -= error[:, None] * inverse[0]
-    same = np.isclose(np.array(dequantized(packed, chosen)), result, atol=1e-3).mean()
+    found = np.array(dequantized(packed, chosen))
+    same = np.isclose(found.T if transposed else found, result, atol=1e-3).mean()
     assert same > 0.98  # a value halfway between two may go either way
+
+
+def test_matrices_of_heads():
+    """Those that all heads' inputs are multiplied with from the left are calibrated, too."""
+    _, moments = problem(width=96)
+    weight = mx.random.normal((3, 96, 64), key=mx.random.key(0)).astype(mx.float16)
+    chosen, inputs = Format(3, 32), InputStats(moments, transposed=True)
+    weight[1] = mx.round(weight[1])[:, :1]  # one value in each row, which rounding represents
+    rows = weight.reshape(-1, 64)
+    ours = gptq(rows, moments, chosen, transposed=True)
+    found, plain = (np.array(dequantized(p, chosen)).reshape(3, 96, 64) for p in (ours, quantize_rtn(rows, chosen)))
+    errors = []
+    for values in (found, plain):
+        change = values - np.array(weight.astype(mx.float32))
+        errors.append([np.trace(of_head.T @ moments @ of_head) for of_head in change])
+    assert errors[0][0] < 0.5 * errors[1][0] and errors[0][2] < 0.5 * errors[1][2] and errors[0][1] == errors[1][1] == 0
+    assert output_error(rows, ours, chosen, inputs)[0] == pytest.approx(sum(errors[0]), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,7 +112,8 @@ def test_no_row_is_worse_than_rounding(seed):
     chosen = Format(3, 32)
     source = np.array(weight.astype(mx.float32))
     ours, plain = (
-        row_errors(source, p, chosen, moments) for p in (gptq(weight, moments, chosen), quantize_rtn(weight, chosen))
+        row_errors(source, p, chosen, InputStats(moments))
+        for p in (gptq(weight, moments, chosen), quantize_rtn(weight, chosen))
     )
     assert (ours <= plain * (1 + 1e-5)).all()
 

@@ -44,7 +44,7 @@ def test_they_are_the_diagonals_of_moments(source, request, texts):
             else:
                 wanted[f"{name}.{matrix}"] = np.diag(stats.moments) / windows.size
 
-    calibrate_layers(None, layers_of(open_checkpoint(folder)), windows, on_layer, lambda: None)
+    calibrate_layers(layers_of(open_checkpoint(folder)), windows, on_layer)
     assert found.keys() == wanted.keys() and len(found) == (14 if source == "model" else 8)
     for name, value in found.items():
         np.testing.assert_allclose(value, np.array(wanted[name]), rtol=1e-4)

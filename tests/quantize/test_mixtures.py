@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.checkpoint import load_model, load_weights, save_weights
 from mlxlm.checkpoint.load import load_checkpoint
@@ -18,6 +18,7 @@ from mlxlm.config.quantization import Format
 from mlxlm.convert import convert
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.model.latent_attention import HeadLinear
 from mlxlm.quantize import awq, calibrate, pipeline, quantize
 from mlxlm.quantize.awq import apply_best_scales, find_scale_groups
 from mlxlm.quantize.calibrate import ExpertInputs
@@ -178,6 +179,38 @@ def test_moments_of_each_expert(shape):
         count, stats = inputs.of(expert)
         assert count == len(chosen)
         np.testing.assert_allclose(stats.moments, chosen.T @ chosen if count else 0, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_moments_of_matrices_of_heads(ours):
+    """Of latent vectors, which one matrix of each head is multiplied with as it is, the other one transposed."""
+    mla = pytest.importorskip("mlx_lm.models.mla")
+    block, latents = nn.Module(), mx.random.normal((2, 1, 10, 8), key=mx.random.key(0))
+    sizes = {"embed_q": (16, 8), "unembed_out": (8, 12)}
+    for name, (inputs, outputs) in sizes.items():
+        block[name] = HeadLinear(4, inputs, outputs) if ours else mla.MultiLinear(inputs, outputs, 4)
+    with calibrate.recording(block) as recorder:
+        block.embed_q(latents, transpose=False)
+        block.unembed_out(latents)
+        recorder.end_batch()
+    stats, rows = recorder.stats(), np.array(latents).reshape(-1, 8)
+    assert {name: of_layer.transposed for name, of_layer in stats.items()} == {"embed_q": True, "unembed_out": False}
+    for of_layer in stats.values():
+        np.testing.assert_allclose(of_layer.moments, rows.T @ rows, rtol=1e-5)
+
+
+def test_latent_attention_is_calibrated(mixtures, tmp_path, texts):
+    """By GPTQ; AWQ rounds these matrices."""
+    settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
+    rounded = quantize(mixtures("deepseek_v3"), tmp_path / "rtn", **settings)
+    settings["calibration_text"] = texts[0]
+    report = quantize(mixtures("deepseek_v3"), tmp_path / "gptq", method="gptq", **settings)
+    quantize(mixtures("deepseek_v3"), tmp_path / "awq", method="awq", **settings)
+    assert report.metrics.kl < 0.5 * rounded.metrics.kl and report.bits == rounded.bits
+    plain, calibrated, scaled = (load_weights(tmp_path / method) for method in ("rtn", "gptq", "awq"))
+    for name in (f"model.layers.{i}.self_attn.{part}.weight" for i in (0, 1) for part in ("embed_q", "unembed_out")):
+        assert mx.array_equal(scaled[name], plain[name]) and not mx.array_equal(calibrated[name], plain[name])
+    assert_runs_alike(tmp_path / "gptq", 2)
 
 
 def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypatch):
