@@ -100,7 +100,9 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
     count, size = config.parameter_count(), DTYPES[training.dtype]
     tokens = training.batch_size * training.max_seq_length
     layer = tokens * layer_bytes(config, training)
-    kept = tokens * size * 2 * config.hidden_size if training.grad_checkpoint else layer
+    # With gradient checkpointing, its input, and its per-layer input: looked up, projected, normalized, and the sum.
+    own_input = 4 * (config.hidden_size_per_layer_input or 0)
+    kept = tokens * size * (2 * config.hidden_size + own_input) if training.grad_checkpoint else layer
     workers = training.num_workers
     recomputed = (_RECOMPUTED_AT_ONCE if workers > 1 else 1) * layer if training.grad_checkpoint else 0
     softmax = tokens * _softmax_bytes(config, training)

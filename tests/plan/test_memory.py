@@ -66,6 +66,23 @@ def test_measured_step_is_near_the_plan(batch, length, options):
     assert found.memory > planned.states and found.step > 0 and found.validation == 0
 
 
+GEMMA4 = ModelConfig(
+    128, 6, 4, 256, 512, num_key_value_heads=2, hidden_size_per_layer_input=32, num_kv_shared_layers=3,
+    use_double_wide_mlp=True, layer_scalar=True, norm_placement="both", qk_norm="head", value_norm=True,
+    enable_moe_block=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_measured_step_of_gemma_4_is_near_the_plan(grad_checkpoint):
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.step_benchmark import probe
+
+    settings = TrainSettings(1, 1.0, batch_size=8, max_seq_length=256, grad_checkpoint=grad_checkpoint)
+    planned = training_memory(GEMMA4, Training.from_settings(settings)).total
+    assert planned / probe(GEMMA4, settings).memory == pytest.approx(1, abs=0.25)
+
+
 def test_options_that_save_memory():
     config = load_preset("5m")
 
