@@ -134,9 +134,9 @@ class Block(nn.Module):
             activation = with_fused_gradients(self.activation) if self.training else self.activation
             x = self.per_layer_projection(activation(self.per_layer_input_gate(x), per_layer_input))
             hidden_states = self.dropout(self.post_per_layer_input_norm(x))
-        if "layer_scalar" in self:
-            return add_norm(None, residual, hidden_states)[0] * self.layer_scalar, None
-        return residual, hidden_states
+        if "layer_scalar" in self or self.norms.after_addition:  # where the next layer expects a sum
+            residual, hidden_states = add_norm(None, residual, hidden_states)[0], None
+        return residual * self.layer_scalar if "layer_scalar" in self else residual, hidden_states
 
     def _apply_sublayers(
         self, residual: mx.array, hidden_states: mx.array | None, cache: Any, segment_ids: mx.array | None
