@@ -114,6 +114,8 @@ def measure(
     mx.random.seed(1)
     fields = {"model_type": model_type, **SIZES, **values}
     fields |= {name: options.width * fields[name] for name in WIDTHS & fields.keys()}
+    if inner := fields.get("text_config"):
+        fields["text_config"] = inner | {name: options.width * inner[name] for name in WIDTHS & inner.keys()}
     if "num_experts" in fields:
         count, fields["num_experts_per_tok"] = options.experts
         fields |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count)
