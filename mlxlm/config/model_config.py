@@ -294,7 +294,7 @@ class ModelConfig:
 
     def shares_kv(self, layer: int) -> bool:
         """Whether this layer reads the keys and values of another one; see `kv_layers`."""
-        return layer >= self.num_hidden_layers - self.num_kv_shared_layers
+        return 0 < self.num_hidden_layers - layer <= self.num_kv_shared_layers
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:

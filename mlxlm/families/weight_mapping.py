@@ -169,7 +169,7 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     layer = re.match(rf"{family.prefix}{family.layers}\.(\d{{1,9}})\.(self_attn\.[kv]_)?", name)
     if layer is not None:
         is_mtp = family.has_mtp_layers and int(layer[1]) >= config.num_hidden_layers
-        if is_mtp or (layer[2] and config.num_kv_shared_layers and config.shares_kv(int(layer[1]))):
+        if is_mtp or (layer[2] and config.shares_kv(int(layer[1]))):
             return None
     if family.head != "lm_head" and name.startswith("lm_head."):
         name = family.head + name.removeprefix("lm_head")

@@ -84,9 +84,8 @@ def _is_unused(name: str, keys: MetadataReader, config: ModelConfig) -> bool:
     layer, _, tensor = name.removeprefix("blk.").partition(".")
     if not layer.isdecimal():
         return False
-    shares_kv = config.num_kv_shared_layers > 0 and config.shares_kv(int(layer))
     is_mtp = keys.has(_MTP_LAYERS) and int(layer) >= config.num_hidden_layers
-    return is_mtp or (shares_kv and tensor.startswith(("attn_k", "attn_v")))
+    return is_mtp or (config.shares_kv(int(layer)) and tensor.startswith(("attn_k", "attn_v")))
 
 
 def _join_parts(header: Header) -> Header:
