@@ -135,8 +135,8 @@ def train_sweep(
     from mlxlm.experiments.sweep import is_finished
 
     errors, stop = [], stop_on_signal()
-    resume_command = f"{sweep.COMMAND} --resume {shlex.quote(str(sweep.path))}"
-    arguments = [*shlex.split(resume_command)[1:], *runtime_arguments()]
+    resume_command = [*sweep.COMMAND.split(), "--resume", str(sweep.path)]
+    arguments = [*resume_command[1:], *runtime_arguments()]
     for i, (name, make) in enumerate(runs):
         render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
         run = make()
@@ -153,7 +153,7 @@ def train_sweep(
             render.say(f"stopped after step {ending.step}, saved")
         if stop.requested and (i + 1 < len(runs) or not isinstance(ending, events.Finished)):
             render.say("Continue with:")
-            render.say(resume_command)
+            render.say(shlex.join(resume_command))
             return errors, stop.exit_code
     return errors, 1 if errors else 0
 
