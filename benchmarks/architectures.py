@@ -1,7 +1,7 @@
 """Models by the kinds of their caches, beside mlx_lm: 1 to 16 texts at once, and the second turn of a conversation.
 
-The weights are random. Both programs use the same arrays, as far as their names agree, and the same BLAS, in one
-process and in turn.
+The weights are random. Both programs run in turn in one process, with the same BLAS, and share all weights that have
+the same name in both.
 
 python benchmarks/architectures.py [--kinds "recurrent, dense"] [--clients 1 4 16] [--tokens 48] [--turn 4000]
                                    [--rounds 3] [--width 1] [--experts 16 2]

@@ -64,7 +64,7 @@ _MISTRAL_TOKENS = (
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "</s>",
 )  # fmt: skip
-# A turn with calls ends with <|tool_response>, or goes on with the results and then its text, which ends it.
+# Results of calls belong to the turn of the calls: it ends with <|tool_response> where they are to follow.
 _GEMMA4 = (
     "{% macro argument(value) %}{% if value is string %}{{ '<|\"|>' ~ value ~ '<|\"|>' }}"
     "{% elif value is mapping %}{{ '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ argument(item) }}"
