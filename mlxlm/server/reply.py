@@ -240,7 +240,8 @@ async def _replying(
         reply.media_type, reply.start_time, reply.load_seconds = media_type, start, load_seconds
         if len(reply.texts) > (most := model.settings.max_waiting):
             raise invalid(f"the request is for {len(reply.texts)} texts, and at most {most} may wait (try: fewer)")
-        await asyncio.to_thread(reply.texts[0].request.compile_grammar, model.lm)  # which is cached for the engine
+        if (first := reply.texts[0].request).options.constraint is not None:
+            await asyncio.to_thread(first.compile_grammar, model.lm)  # which is cached for the engine
         streams = []
         try:
             for text in reply.texts:
