@@ -113,7 +113,9 @@ class Runs:
 
     def _result(self, name: str, changes: str, seed: int, core: int) -> dict[str, Any]:
         options, out = self._options, self._options.out
-        arguments = f"{options.base} {changes} --tokens {options.tokens:g} --seed {seed}"
+        replaced = {part.split("=")[0] for part in changes.split() if "=" in part}  # of --set: given once
+        base = [pair for pair in options.base.split(" --") if pair.removeprefix("set ").split("=")[0] not in replaced]
+        arguments = f"{' --'.join(base)} {changes} --tokens {options.tokens:g} --seed {seed}"
         saved = out and out / (f"{options.text.stem} {name} {options.tokens:g} {seed}".replace("/", "-") + ".json")
         if saved and saved.exists() and (result := json.loads(saved.read_text()))["options"] == arguments:
             return result
