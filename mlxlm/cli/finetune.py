@@ -12,7 +12,7 @@ from mlxlm import train
 from mlxlm.cli import render, training_options
 from mlxlm.cli.options import MODEL, SectionedCommand, data_option, offline_option, option
 from mlxlm.cli.run_options import (
-    command_start_time,
+    given_budget,
     pop_runtime_options,
     require_arguments,
     resumed_run,
@@ -101,8 +101,7 @@ def _new_run(
     eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     encoder = SFTEncoder(tokenizer, eos_ids, options["chat_template"])
     conversations = DataOptions(data, stdin=sys.stdin.buffer, **training_options.data_settings(options))
-    limits = {"epochs": options["epochs"], "minutes": options["minutes"]}
-    budget = train.Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())
+    budget = given_budget(options, duty_cycle=duty_cycle)
     settings = training_options.given_settings(options)
     run = train.start_finetune(
         out, base, tokenizer, encoder, conversations, budget=budget, settings=settings, phase=phase

@@ -177,11 +177,17 @@ def print_forecast(run: train.Run) -> None:
     entry = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
     if entry and all(number(entry.get(name)) >= 0 for name in ("split", "cut")):
         render.say(_conversations(entry))
-    if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
+    if entry := _forecast(run):
         render.say(
             f"predicted from three steps: {human_seconds(entry['seconds'])} with validation, and "
             f"{human_bytes(entry['memory'])} of MLX's arrays at the peak"
         )
+
+
+def _forecast(run: train.Run) -> dict[str, Any] | None:
+    """The forecast in the log, unless the run was extended since then."""
+    extended = run.settings.rewarm_step is not None
+    return None if extended else entry_before_start(run.log_file, "forecast", _FORECAST)
 
 
 def _conversations(entry: dict[str, Any]) -> str:
@@ -222,7 +228,7 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
             f"{speed}{human_seconds(ending.seconds)} of steps"
         )
-    if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
+    if entry := _forecast(run):
         render.say(
             f"predicted {human_seconds(entry['step_seconds'])} of steps and {human_bytes(entry['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"

@@ -97,6 +97,13 @@ class Conversations(Event):
 
 
 @dataclass(frozen=True)
+class Initialized(Event):
+    """The run starts from the weights of `model`, not from random ones."""
+
+    model: str
+
+
+@dataclass(frozen=True)
 class Started(Event):
     """The loop is ready.
 

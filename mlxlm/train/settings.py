@@ -16,6 +16,9 @@ from mlxlm.data.options import PACKINGS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+LENGTH_SETTINGS = (  # which `extend_run` changes
+    "steps", "time_limit", "warmup_steps", "rewarm_step", "rewarm_learning_rate", "eval_every", "repeat_plan",
+)  # fmt: skip
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 
 # The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
@@ -119,6 +122,8 @@ class TrainSettings:
     spike_threshold: float = _checkpoints(  # see `SpikeDetector`
         1.0, "Stop if the loss rises this far, in nats, beyond noise; 0: never.", low=0
     )
+    rewarm_step: int | None = option(None, "The step after which `extend_run` changed the length of the run.", low=0)
+    rewarm_learning_rate: float | None = option(None, "The learning rate of that step.", low=0)
     repeat_plan: str | None = option(
         None,
         "The plan of a run that `repeat_run` made.",
@@ -187,14 +192,27 @@ class TrainSettings:
         """Tokens of a step, of all processes."""
         return self.rows_per_step * self.max_seq_length
 
-    def learning_rate_at(self, progress: float) -> float:
-        """Return the learning rate of a step after which the share `progress` of the run is over, at most 1."""
-        warmup = min(500, self.steps // 20) if self.warmup_steps is None else self.warmup_steps
-        share = (warmup + 1) / self.steps
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warmup."""
+        return min(500, self.steps // 20) if self.warmup_steps is None else self.warmup_steps
+
+    def learning_rate_at(self, progress: float, step: int = 0) -> float:
+        """Return the learning rate of the step after step `step`.
+
+        Args:
+            progress: The share of the run that is over after the step, at most 1.
+            step: Only used if the run was extended, see `extend_run`.
+        """
+        share = (self.warmup + 1) / self.steps
         if self.time_limit is not None:  # there may be fewer steps than a given warmup has
             share = min(share, 0.5)
         schedule = self.lr_schedule, share, self.min_lr_ratio, self.decay_fraction
-        return learning_rate(progress, self.learning_rate, *schedule)
+        rate = learning_rate(progress, self.learning_rate, *schedule)
+        if self.rewarm_step is None or self.rewarm_learning_rate is None:
+            return rate
+        share = min(1.0, max(0.0, step + 1 - self.rewarm_step) / (self.warmup + 1))
+        return self.rewarm_learning_rate + share * (rate - self.rewarm_learning_rate)
 
     def _problems(self) -> Iterator[str]:
         """Every problem of the settings, each with a value that would work."""
