@@ -27,7 +27,7 @@ from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.data.options import DataOptions, parse_weighted_sources
 
 _PRESET = "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]"
-_INIT = "Start from the weights of a model, and keep its tokenizer: a run, a folder, a .gguf file or a hub id."
+_INIT = "Start from this model and its tokenizer."
 _REPEAT = "Repeat RUN in --out; it ends with the same weights."
 _TOKENS = "Number of tokens, such as 2e7.  [default: 20 per parameter; with --init one epoch]"
 _HOURS = "Time limit; also chooses the model size, unless --preset or --config is given."
@@ -58,7 +58,7 @@ _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 @option("Distributed", "--hosts", str, _HOSTS, metavar="A,B,...", advanced=True)
 @option("Distributed", "--num-processes", click.IntRange(2), "Train in N processes on this machine.", advanced=True)
 def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None, **options: Any) -> None:
-    """Train a model from scratch on DATA.
+    """Train a model on DATA: a new one, or with --init an existing one.
 
     DATA is text files, .jsonl, .csv, .parquet or .arrow files, folders, - for stdin, or prepared shards. With
     PATH=WEIGHT, training draws that share of its tokens from PATH.

@@ -26,7 +26,7 @@ from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import compatibility_warning, resolve_model_type
 from mlxlm.train.throttle import PowerPolicy
 
-_RESUME = "Continue this run, with --steps, --minutes and the like also for longer."
+_RESUME = "Continue this run; with a training length, to that length."
 _MOVED_DATA = "With --resume: the new place of the run's prepared data."
 run_options = add_options(
     option("Run", "--out", PATH, "New folder for the run."),
