@@ -6,8 +6,8 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,8 @@ class Step(Event):
         seconds: Spent in steps so far, before a resume too, without pauses and rests.
         seconds_left: Until the run ends; from the second step on with all that happens between steps.
         memory: Bytes: on a CPU the memory of the process, on a GPU MLX's peak.
+        metrics: Metrics of the loss by name, which the log has next to the other fields; NaN for one that this step has
+            no data for.
     """
 
     step: int
@@ -159,6 +161,7 @@ class Step(Event):
     seconds: float
     seconds_left: float
     memory: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -294,7 +297,9 @@ class RunLog:
         """
         for event in filter(None, events):
             # The perplexity of an untrained model overflows.
-            fields = without_nonfinite({k: value for k, value in asdict(event).items() if not isinstance(value, Path)})
+            values = asdict(event)
+            values |= values.pop("metrics", {})
+            fields = without_nonfinite({k: value for k, value in values.items() if not isinstance(value, Path)})
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
             is_step = isinstance(event, Step)
             now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}

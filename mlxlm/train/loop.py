@@ -260,8 +260,8 @@ class _Trainer:
                 try:
                     self.group.broadcast_object(learning_rate)
                     with clock.measure_step():
-                        loss, grad_norm = self.step(step_batches, learning_rate)
-                        eval_arrays(loss, grad_norm, self.step.state)
+                        loss, grad_norm, metrics = self.step(step_batches, learning_rate)
+                        eval_arrays(loss, grad_norm, metrics, self.step.state)
                 except RankLostError as lost:  # it has changed nothing
                     yield from self.save(None)
                     saved = f"step {saver.saved_step} is saved" if saver.saved_step else "nothing is saved yet"
@@ -274,7 +274,7 @@ class _Trainer:
                 step = Step(
                     self.finished, clock.steps, self.finished * tokens_per_step, loss.item(), learning_rate,
                     grad_norm.item(), clock.rate(tokens_per_step), clock.step_seconds,
-                    clock.seconds_left(self.finished), memory,
+                    clock.seconds_left(self.finished), memory, {name: x.item() for name, x in metrics.items()},
                 )  # fmt: skip
                 yield step
                 if self.finished == self.first + 1:
