@@ -130,8 +130,8 @@ def _function(rows: int, softcap: float | None, training: bool) -> Callable[...,
         hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array
     ) -> tuple[list[mx.array], mx.array]:
         logits, slope = capped_logits(hidden, weight, softcap)
-        loss, logit_grads = weighted_cross_entropy(Softmax.of(logits), targets, weights)
-        return [loss], scaled_by(logit_grads, slope).astype(hidden.dtype)
+        losses, logit_grads = weighted_cross_entropy(Softmax.of(logits), targets, weights)
+        return [losses], scaled_by(logit_grads, slope).astype(hidden.dtype)
 
     return chunked_loss(chunk, rows, training)
 
@@ -142,12 +142,12 @@ def chunked_loss(
     """Make a differentiable function that computes a loss of logits `rows` by `rows`.
 
     Its arguments are hidden `[N, h]`, weight `[V, h]`, arrays `[N, ...]`, and `shared` arrays that each chunk gets as a
-    whole. It returns the sums of `chunk`, and if `training` the gradients of `hidden` and `weight`. Only the first sum,
-    and only these two arguments, have a gradient.
+    whole. It returns the sums of what `chunk` returns, and if `training` the gradients of `hidden` and `weight`. Only
+    the first sum, and only these two arguments, have a gradient.
 
     Args:
-        chunk: Called with the same arguments for some of the rows. Returns sums over them, of which the first is the
-            loss, and the gradient of `hidden @ weight.T` in the dtype of `hidden`.
+        chunk: Called with the same arguments for n of the rows. Returns arrays `[n]`, of which the first has the
+            losses, and the gradient of their sum by `hidden @ weight.T`, in the dtype of `hidden`.
         rows: Rows of logits in memory at a time.
         training: Whether to compute the gradients along with the loss.
         shared: Number of the last arguments that aren't divided into rows.
@@ -155,8 +155,8 @@ def chunked_loss(
 
     @mx.custom_function
     def loss(*arrays: mx.array) -> tuple[mx.array, ...]:
-        sums, gradients = _chunked(list(arrays), chunk, rows, training, shared)
-        return *sums, *gradients
+        results, gradients = _chunked(list(arrays), chunk, rows, training, shared)
+        return *(sum(x.sum() for x in column) for column in zip(*results, strict=True)), *gradients
 
     @loss.vjp
     def loss_vjp(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
@@ -173,23 +173,23 @@ def _chunked(
     rows: int,
     training: bool,
     num_shared: int,
-) -> tuple[list[mx.array], list[mx.array]]:
-    """Return the sums and, if `training`, the gradients of hidden and weight. See `chunked_loss`."""
+) -> tuple[list[list[mx.array]], list[mx.array]]:
+    """Return the arrays of each chunk and, if `training`, the gradients of hidden and weight. See `chunked_loss`."""
     (hidden, weight, *others), shared = arrays[: len(arrays) - num_shared], arrays[len(arrays) - num_shared :]
     chunks = -(-len(hidden) // rows)
     ends = [i * len(hidden) // chunks for i in range(1, chunks)]  # chunks of about the same size
-    sums: list[mx.array] = []
+    results: list[list[mx.array]] = []
     weight_grad = None
     hidden_grads: list[mx.array] = []
     for part in zip(*(mx.split(x, ends) for x in (hidden, *others)), strict=True):
-        if sums:  # only one chunk's logits at a time: wait for the last chunk
-            part = mx.depends(list(part), [*sums, *hidden_grads[-1:], *([weight_grad] if training else [])])
-        chunk_sums, logit_grads = chunk(part[0], weight, *part[1:], *shared)
-        sums = [a + b for a, b in zip(sums, chunk_sums, strict=True)] if sums else chunk_sums
+        if results:  # only one chunk's logits at a time: wait for the last chunk
+            part = mx.depends(list(part), [*results[-1], *hidden_grads[-1:], *([weight_grad] if training else [])])
+        result, logit_grads = chunk(part[0], weight, *part[1:], *shared)
+        results.append(result)
         if training:
             hidden_grads.append(eval_point(logit_grads @ weight))
             weight_grad = _add_product(weight_grad, logit_grads.T, part[0])
-    return sums, [mx.concatenate(hidden_grads), weight_grad] if training else []
+    return results, [mx.concatenate(hidden_grads), weight_grad] if training else []
 
 
 def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
@@ -238,7 +238,7 @@ class Softmax(NamedTuple):
 
 
 def weighted_cross_entropy(softmax: Softmax, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the sum of the weighted losses `[N]`, and its gradient of the logits."""
+    """Return the weighted losses `[N]`, and the gradient of their sum."""
     logits, maximum, e, total = softmax
     targets, weights = targets[:, None], weights[:, None]
     losses = mx.log(total) - (mx.take_along_axis(logits, targets, axis=-1) - maximum)
@@ -246,4 +246,4 @@ def weighted_cross_entropy(softmax: Softmax, targets: mx.array, weights: mx.arra
     scale = weights / total
     logit_grads = e * scale
     at_target = mx.take_along_axis(e, targets, axis=-1) * scale - weights
-    return (losses * weights).sum(), mx.put_along_axis(logit_grads, targets, at_target, axis=-1)
+    return (losses * weights).squeeze(-1), mx.put_along_axis(logit_grads, targets, at_target, axis=-1)

@@ -115,7 +115,7 @@ def _function(
         teacher_logits, _ = capped_logits(teacher_hidden, teacher_weight, teacher_softcap)
         kl, kl_gradient = _kl_divergence(Softmax.of(teacher_logits / temperature), softmax, distillation.top_k)
         kl_gradient = kl_gradient * weights[:, None]
-        kl = (kl * weights).sum()
+        kl = kl * weights
         loss = (1 - ratio) * cross_entropy + ratio * temperature**2 * kl
         gradient = (1 - ratio) * gradient + ratio * temperature * kl_gradient
         return [loss, cross_entropy, kl], scaled_by(gradient, slope).astype(hidden.dtype)
@@ -124,7 +124,7 @@ def _function(
 
 
 def _kl_divergence(teacher: Softmax, student: Softmax, top_k: int | None) -> tuple[mx.array, mx.array]:
-    """Return KL(teacher ‖ student) `[N]`, and its gradient of the student's logits."""
+    """Return KL(teacher ‖ student) `[N]`, and its gradient by the student's logits."""
     p, q = teacher.e / teacher.total, student.e / student.total
     log_ratio = (teacher.logits - teacher.maximum) - (student.logits - student.maximum)
     log_ratio = log_ratio - (mx.log(teacher.total) - mx.log(student.total))
