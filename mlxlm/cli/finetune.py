@@ -53,6 +53,7 @@ _HELP_TEXTS = {
 @training_options.validation_options("Conversations for validation, instead of a part of DATA.")
 @data_option("on_bad_input", "Data")
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
+@training_options.quantize_bits_option
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     """Fine-tune MODEL on DATA, conversations in .jsonl, .json, .csv or .parquet files.

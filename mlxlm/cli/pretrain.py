@@ -54,6 +54,7 @@ _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 @option("Training length", "--scaling-law", PATH, _LAW, metavar="FOLDER", advanced=True)
 @training_options.data_options()
 @training_options.setting_options()
+@training_options.quantize_bits_option
 @runtime_options
 @option("Distributed", "--hosts", str, _HOSTS, metavar="A,B,...", advanced=True)
 @option("Distributed", "--num-processes", click.IntRange(2), "Train in N processes on this machine.", advanced=True)
@@ -114,6 +115,7 @@ def _new_run(
         sources,
         (init, ["preset", "config", "overrides", "scaling_law"], "the model of --init has its own architecture"),
         (init, ["path", "vocab_size", "tokenizer_type"], "the model of --init has its own tokenizer"),
+        (options["teacher"], ["vocab_size", "tokenizer_type"], "the model has the tokenizer of --teacher"),
         (not picks_size, ["scaling_law"], "the model size is picked only with --hours and without --preset"),
         (picks_size, ["overrides"], "the model size is picked for the time; give --preset to change a part"),
     )

@@ -16,6 +16,7 @@ from mlxlm.data import Chunk, DataOptions, Document
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.base_model import create_from_base, set_base_defaults
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
+from mlxlm.train.distillation import check_teacher
 from mlxlm.train.events import Conversations
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
@@ -157,6 +158,7 @@ def start_finetune(
     budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
     config = _config_to_tune(base.config, encoder)
     draft = set_base_defaults(values, config)
+    check_teacher(values, tokenizer, config.vocab_size)
     check_memory(config, draft, preset="")
     with working_folder(out) as workspace:
         rows, limited = RowEncoder(encoder, draft.max_seq_length), None

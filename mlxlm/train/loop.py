@@ -31,6 +31,7 @@ from mlxlm.model.experts import expert_load
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.checkpoint_saver import CheckpointSaver
+from mlxlm.train.distillation import make_loss, quantized_weights
 from mlxlm.train.events import (
     Event,
     Failed,
@@ -183,7 +184,7 @@ class _Trainer:
         self.model = Decoder(run.config, dropout=settings.dropout)
         self.model.init_weights(settings.seed)
         mx.random.seed(settings.seed)
-        self.step = TrainStep(self.model, settings, self.group)
+        self.step = TrainStep(self.model, settings, self.group, make_loss(settings))
         checkpoint = run.load_checkpoint(self.step)
         state = TrainState.from_dict(checkpoint)
         self.first = self.finished = self.current = state.step
@@ -315,7 +316,7 @@ class _Trainer:
     def validate(self) -> Validation:
         """Measure the loss on validation data, with the EMA weights if there are any."""
         settings = self.run.settings
-        with self.step.ema_weights():
+        with self.step.ema_weights(), quantized_weights(self.model, settings):
             rows = -(-settings.batch_size // self.step.micro_batches)
             sizes = settings.max_seq_length, rows, settings.eval_tokens
             masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
@@ -352,7 +353,7 @@ class _Trainer:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
         self.model.eval()
         try:
-            with self.step.ema_weights():
+            with self.step.ema_weights(), quantized_weights(self.model, self.run.settings):
                 yield LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
         finally:
             self.model.train()

@@ -12,6 +12,7 @@ from typing import Any
 from mlxlm.config.numbers import is_int
 from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
 from mlxlm.config.option import option, range_problems
+from mlxlm.config.quantization import validate_quantization
 from mlxlm.data.options import PACKINGS
 from mlxlm.utils.errors import ConfigError
 
@@ -35,6 +36,7 @@ _beta = partial(_optimizer, low=0, below=1, default_text="by optimizer")
 _validation = partial(option, section="Validation and samples")
 _checkpoints = partial(option, section="Checkpoints")
 _data = partial(option, section="Data")
+_distillation = partial(option, section="Distillation")
 _MAX_SEQ_LENGTH = "the model's context up to 512; or by time limit"
 
 
@@ -119,6 +121,22 @@ class TrainSettings:
     sample_every: int = _validation(0, "Steps between text samples; 0 disables them.", low=0)
     sample_prompt: str = _validation("", "Prompt of the samples.", default_text="none")
     sample_tokens: int = _validation(64, "Tokens per sample.", low=1)
+    teacher: str | None = _distillation(None, "Also learn from the logits of this model.", metavar="MODEL")
+    kd_ratio: float = _distillation(
+        0.5, "Weight of the KL divergence from the teacher; the loss on the text has the rest.", low=0, high=1
+    )
+    kd_temperature: float = _distillation(1.0, "Temperature of the distributions that are compared.", above=0)
+    teacher_top_k: int | None = _distillation(
+        None,
+        "Compare the teacher's K most likely tokens, and all others as one.",
+        low=1,
+        metavar="K",
+        default_text="all",
+    )
+    quantization: Mapping[str, Any] | None = option(
+        None,
+        "Train with quantized weights, whose gradient is straight-through. As in config.json: bits and group_size.",
+    )
     spike_threshold: float = _checkpoints(  # see `SpikeDetector`
         1.0, "Stop if the loss rises this far, in nats, beyond noise; 0: never.", low=0
     )
@@ -225,6 +243,8 @@ class TrainSettings:
             for name in ("beta1", "beta2"):
                 if getattr(self, name) != getattr(spec, name):
                     yield f"{name} is {getattr(self, name)!r}, but {self.optimizer} has no {name}: omit it"
+        if self.quantization is not None:
+            yield from validate_quantization(self.quantization)
         warmup, steps = self.warmup_steps, self.steps
         if not by_clock and is_int(warmup) and is_int(steps) and warmup >= steps > 0:
             yield f"warmup_steps is {warmup}, it must be less than steps, which is {steps}"

@@ -33,6 +33,7 @@ from mlxlm.train.budget import (
     seconds_per_token,
     time_limit_settings,
 )
+from mlxlm.train.distillation import check_teacher
 from mlxlm.train.events import Forecast, ModelSizeChosen, RunLog, TextLimited
 from mlxlm.train.memory_limits import check_memory, fits_memory
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
@@ -115,9 +116,13 @@ def start_run(
     seed = TrainSettings.provisional(values).seed
     prepared = check_sources(data, options)
 
+    if options == TokenizerOptions() and prepared is None and "teacher" in values:
+        options = TokenizerOptions(values["teacher"])
+
     # Tokenizer: its size decides the size of the model, which must fit the memory and the time
     run_tokenizer = base_tokenizer or existing_tokenizer(options, prepared)
     if run_tokenizer is not None:
+        check_teacher(values, run_tokenizer, config.vocab_size if base and config else run_tokenizer.vocab_size)
         vocab_size = run_tokenizer.vocab_size
     elif options.vocab_size is not None:
         vocab_size = options.vocab_size
@@ -171,7 +176,7 @@ def start_run(
 def merge_budget(
     budget: Budget | None, minutes: float | None, settings: Mapping[str, Any] | None
 ) -> tuple[Budget, dict[str, Any]]:
-    """Return one budget, and the settings with a dtype, the steps, and the accumulation of all processes."""
+    """Return one budget, and complete settings: dtype, steps, accumulation of all processes, path of the teacher."""
     values, budget = dict(settings or {}), budget or Budget()
     minutes, steps = budget.minutes if minutes is None else minutes, values.get("steps")
     budget = replace(budget, minutes=minutes, steps=budget.steps if steps is None else steps)
@@ -180,6 +185,8 @@ def merge_budget(
     accumulation = values.get("grad_accumulation_steps", TrainSettings.grad_accumulation_steps)
     values["grad_accumulation_steps"] = accumulation * budget.num_processes
     set_default_dtype(values)
+    if (teacher := values.get("teacher")) is not None:  # a run may be resumed in another folder
+        values["teacher"] = str(Path(teacher).resolve()) if Path(teacher).exists() else teacher
     return budget, values
 
 

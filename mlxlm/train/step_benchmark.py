@@ -19,6 +19,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate_dataset
 from mlxlm.model import Decoder
+from mlxlm.train.distillation import make_loss
 from mlxlm.train.events import Forecast
 from mlxlm.train.run_clock import num_validations
 from mlxlm.train.settings import TrainSettings
@@ -88,7 +89,7 @@ def _measure(
     """Return the seconds of the first step, of each after it, and of a batch of validation."""
     model = Decoder(config, dropout=settings.dropout)
     model.init_weights(0)
-    step, batches = TrainStep(model, settings), _batches(config, settings)
+    step, batches = TrainStep(model, settings, loss=make_loss(settings)), _batches(config, settings)
     first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + _BENCHMARK_STEPS)]
     if validation_data is None:
         return first, times, 0.0

@@ -16,6 +16,7 @@ from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.model import Decoder
+from mlxlm.train.distillation import make_loss
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import DataError, PlatformError
@@ -70,7 +71,8 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
     except DataError as error:
         hint = f"the same prepared folder at {run.data} on every machine: a copy, or a shared disk"
         raise DataError(f"rank {process_group.rank}: {error.message}", hint) from None
-    step = TrainStep(Decoder(run.config, dropout=run.settings.dropout), run.settings, process_group)
+    model = Decoder(run.config, dropout=run.settings.dropout)
+    step = TrainStep(model, run.settings, process_group, make_loss(run.settings))
     step.match_environment(message["environment"], message["environment"]["micro_batches"])
     _broadcast_weights(step, process_group)
     with closing(prefetch(step_batches(run, process_group).read_step, count(message["step"] + 1))) as batches:
