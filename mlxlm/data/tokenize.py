@@ -128,7 +128,7 @@ def check_conversation(document: Document) -> None:
 def _control_id(tokenizer: Tokenizer, name: str, location: str) -> int:
     token = tokenizer.special_tokens.get(f"<|{name}|>")
     if token is None:
-        hint = "a tokenizer from mlxlm tokenizer train"
+        hint = "mlxlm finetune, or a tokenizer from mlxlm tokenizer train"
         raise DataError(f"{location} is a conversation, but the tokenizer has no <|{name}|>", hint)
     return token
 

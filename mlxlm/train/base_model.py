@@ -24,8 +24,9 @@ from mlxlm.utils.files import atomic_new_folder
 
 DEFAULT_SEQ_LENGTH = 512
 # Fraction of the peak rate of pretraining: 2.5e-5 for 7B parameters, where Alpaca and the chat models of Llama 2 had
-# 2e-5. A model of 0.3M reached 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting
-# 0.12 first.
+# 2e-5. Fine-tuned, a model of 0.3M reached 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after
+# forgetting 0.12 first. Pretrained further on another text, it learns more with a higher rate and forgets more, see
+# docs/train.md.
 _LR_FRACTION = 0.2
 
 
