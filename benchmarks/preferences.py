@@ -44,7 +44,18 @@ def main() -> None:
         data, run = Path(folder, "pairs.jsonl"), options.run or Path(folder, "run")
         rows = preferences(options.prompts)
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [sys.executable, "-m", "mlxlm.cli.main", "finetune", MODEL, data, "--out", run, "--loss", options.loss]
+        command = [
+            sys.executable,
+            "-m",
+            "mlxlm.cli.main",
+            "finetune",
+            MODEL,
+            data,
+            "--out",
+            run,
+            "--loss",
+            options.loss,
+        ]
         subprocess.run([*map(str, command), *given], check=True, stdout=sys.stderr)
         before, after = compare(MODEL, held_out), compare(run, held_out)
         history = read_run(run)

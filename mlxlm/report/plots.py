@@ -27,7 +27,8 @@ def plot_losses(run: RunHistory, path: Path) -> None:
     axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
     if run.best:
         points = [(run.x_at_step("tokens", v.step), v.loss) for v in run.validations]
-        label = f"validation (best {run.best.loss:.3f}, {run.best.bits_per_byte:.3f} bits per byte)"
+        bits = "" if run.loss_metrics else f" = {run.best.bits_per_byte:.3f} bits per byte"
+        label = f"validation (best {run.best.loss:.3f}{bits})"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
     learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")
@@ -43,8 +44,9 @@ def _plot_loss_metrics(axes: Any, run: RunHistory) -> None:
     """Draw the metrics of the loss: training as lines, validation as dots."""
     label_axes(axes, "tokens", "metrics (dots: validation)")
     count_axis(axes.xaxis)
-    for i, (name, values) in enumerate(sorted(run.loss_metrics.items())):
-        points = [(run.x_at_step("tokens", step), value) for step, value in values]
+    names = [name for name in sorted(run.loss_metrics) if not name.endswith("loss")]  # whose scale is another one
+    for i, name in enumerate(names):
+        points = [(run.x_at_step("tokens", step), value) for step, value in run.loss_metrics[name]]
         _plot(axes, block_means(points, _MAX_POINTS), color=f"C{i % 10}", lw=1.3, label=name)
         dots = [(run.x_at_step("tokens", step), value) for step, value in run.validation_metrics.get(name, [])]
         _plot(axes, dots, "o", ms=3, color=f"C{i % 10}")

@@ -13,8 +13,8 @@ from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Budget, TokenizerOptions, start, start_run
 from mlxlm.train.events import TextLimited
-from mlxlm.train.optimizers import default_weight_decay
 from mlxlm.train.objectives import open_batches
+from mlxlm.train.optimizers import default_weight_decay
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import QUICK, read_log
 
