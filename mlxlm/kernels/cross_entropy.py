@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -79,6 +79,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk: int | None = None,
     training: bool = False,
+    reduction: str = "sum",
 ) -> mx.array:
     """Compute the weighted sum of `cross_entropy(hidden @ weightᵀ, targets)` without all logits in memory.
 
@@ -95,12 +96,15 @@ def linear_cross_entropy(
         chunk: Rows of logits in memory at a time. None chooses for the device.
         training: Whether to compute the gradients along with the loss (Hsu et al. 2024, "Liger Kernel", section 3.2).
             Otherwise, taking a gradient computes the logits twice.
+        reduction: "sum"; or "none" for the loss of each position, without `weights` and `training`.
 
     Returns:
-        The loss in nats, a float32 scalar.
+        The loss in nats, a float32 scalar; without reduction float32 `[N]`.
     """
     hidden, weight = with_bias(hidden, weight, bias)
     rows = chunk or chunk_rows(weight.shape[0])
+    if reduction == "none":
+        return _unreduced(rows, softcap)(hidden, weight, targets)
     return _function(rows, softcap, training)(hidden, weight, targets, row_weights(targets, weights))[0]
 
 
@@ -125,15 +129,16 @@ def chunk_rows(vocab_size: int, device: str = "cpu" if ON_CPU else "gpu") -> int
 @cache
 def _function(rows: int, softcap: float | None, training: bool) -> Callable[..., tuple[mx.array, ...]]:
     """Make the function (hidden, weight, targets, weights) -> (loss, and if `training` gradients of the first two)."""
+    return chunked_loss(partial(_chunk, softcap), rows, training)
 
-    def chunk(
-        hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array
-    ) -> tuple[list[mx.array], mx.array]:
-        logits, slope = capped_logits(hidden, weight, softcap)
-        losses, logit_grads = weighted_cross_entropy(Softmax.of(logits), targets, weights)
-        return [losses], scaled_by(logit_grads, slope).astype(hidden.dtype)
 
-    return chunked_loss(chunk, rows, training)
+def _chunk(
+    softcap: float | None, hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """Return the weighted losses, and the gradient of their sum; see `chunked_loss`."""
+    logits, slope = capped_logits(hidden, weight, softcap)
+    losses, logit_grads = weighted_cross_entropy(Softmax.of(logits), targets, weights)
+    return [losses], scaled_by(logit_grads, slope).astype(hidden.dtype)
 
 
 def chunked_loss(
@@ -167,12 +172,33 @@ def chunked_loss(
     return loss
 
 
+@cache
+def _unreduced(rows: int, softcap: float | None) -> Callable[..., mx.array]:
+    """Make the function (hidden, weight, targets) -> losses of the positions."""
+    chunk = partial(_chunk, softcap)
+
+    @mx.custom_function
+    def losses(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
+        arrays = [hidden, weight, targets, mx.ones(targets.shape)]
+        return mx.concatenate([losses for [losses] in _chunked(arrays, chunk, rows, training=False)[0]])
+
+    @losses.vjp
+    def losses_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> list[mx.array]:
+        gradients = _chunked([*primals, cotangent], chunk, rows, training=True)[
+            1
+        ]  # the cotangents are weights of a sum
+        scaled = [g.astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
+        return [*scaled, mx.zeros_like(primals[2])]
+
+    return losses
+
+
 def _chunked(
     arrays: list[mx.array],
     chunk: Callable[..., tuple[list[mx.array], mx.array]],
     rows: int,
     training: bool,
-    num_shared: int,
+    num_shared: int = 0,
 ) -> tuple[list[list[mx.array]], list[mx.array]]:
     """Return the arrays of each chunk and, if `training`, the gradients of hidden and weight. See `chunked_loss`."""
     (hidden, weight, *others), shared = arrays[: len(arrays) - num_shared], arrays[len(arrays) - num_shared :]

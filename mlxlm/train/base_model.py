@@ -27,7 +27,7 @@ DEFAULT_SEQ_LENGTH = 512
 # 2e-5. Fine-tuned, a model of 0.3M reached 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after
 # forgetting 0.12 first. Pretrained further on another text, it learns more with a higher rate and forgets more, see
 # docs/train.md.
-_LR_FRACTION = 0.2
+LR_FRACTION = 0.2
 
 
 def open_base_model(model: Path | str, purpose: str = "fine-tuned") -> tuple[Checkpoint, Tokenizer]:
@@ -50,20 +50,33 @@ def open_base_model(model: Path | str, purpose: str = "fine-tuned") -> tuple[Che
     return base, tokenizer
 
 
-def set_base_defaults(values: dict[str, Any], config: ModelConfig) -> TrainSettings:
+def set_base_defaults(values: dict[str, Any], config: ModelConfig, lr_fraction: float = LR_FRACTION) -> TrainSettings:
     """Set the sequence length and the learning rate for training a model further, and return provisional settings.
+
+    Args:
+        values: Settings, changed in place.
+        config: The model.
+        lr_fraction: The default learning rate, as a fraction of that of a new model.
 
     Raises:
         ConfigError: The settings `values` can't work, or the sequences are longer than the model's context.
     """
     values.setdefault("max_seq_length", min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings))
     peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
-    values.setdefault("learning_rate", _LR_FRACTION * peak)
+    values.setdefault("learning_rate", lr_fraction * peak)
     settings = TrainSettings.provisional(values)
     if settings.max_seq_length > config.max_position_embeddings:
         problem = f"sequences of {settings.max_seq_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"`max_seq_length={config.max_position_embeddings}` or less")
     return settings
+
+
+def load_base(base: Checkpoint, config: ModelConfig, dtype: str = "float32") -> Decoder:
+    """Load the weights of `base`, dequantized, into a model of `config`, which must have the same shapes."""
+    model = Decoder(config)
+    model.load_weights(list(load_float32_weights(base).items()))
+    model.set_dtype(getattr(mx, dtype))
+    return model
 
 
 def create_from_base(
@@ -83,10 +96,8 @@ def create_from_base(
     saving_since = time.monotonic()
     with atomic_new_folder(out) as folder:
         run = Run.create(folder, config, settings, tokenizer, shards, move_data)
-        model = Decoder(config)
-        model.load_weights(list(load_float32_weights(base).items()))
         mx.random.seed(settings.seed)
-        step = TrainStep(model, settings)
+        step = TrainStep(load_base(base, config), settings)
         mx.eval(step.state)
         run.save_checkpoint(step, TrainState())
         if options := read_generation_config(base, str(base.path)).options:

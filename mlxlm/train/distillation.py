@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from mlxlm.backend.mlx import eval_arrays, mx, tree_flatten, tree_unflatten
-from mlxlm.checkpoint import load_float32_weights, open_decoder_checkpoint
+from mlxlm.checkpoint import open_decoder_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format, compatible_format, module_quantization
+from mlxlm.data import TokenDataset
+from mlxlm.data.batches import validation_batches
 from mlxlm.families import quantizable_modules
 from mlxlm.kernels import Distillation, LinearLogits, linear_distillation_loss
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.train.base_model import load_base
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step import Loss, LossSums, cross_entropy_loss
+from mlxlm.train.step import Loss, LossSums
 from mlxlm.utils.errors import ConfigError
 
 
-def make_loss(settings: TrainSettings) -> Loss:
-    """Return the loss of a run: cross-entropy, or that of a teacher; with `quantization` of the quantized weights."""
-    loss = cross_entropy_loss if settings.teacher is None else _distillation_loss(settings)
-    if (quantization := settings.quantization) is None:
-        return loss
+def distillation_loss(settings: TrainSettings, training: bool = True) -> Loss:
+    """Return the loss of a run with a teacher; without `training` to measure it. It has both of its parts as metrics.
 
-    def loss_of_quantized(model: Decoder, **arrays: mx.array) -> LossSums:
-        _quantize(model, quantization)
-        return loss(model, **arrays)
-
-    return loss_of_quantized
-
-
-def _distillation_loss(settings: TrainSettings) -> Loss:
+    Raises:
+        ConfigError: The teacher has a shorter context than the rows.
+    """
     assert settings.teacher is not None  # for type checkers
     teacher = load_teacher(settings.teacher, settings.dtype)
     _check_context(teacher.config, settings)
@@ -46,7 +42,7 @@ def _distillation_loss(settings: TrainSettings) -> Loss:
         student, taught = (_logits(m, inputs, segment_ids, vocab_size) for m in (model, teacher))
         weights = mx.ones(tokens[:, 1:].size) if loss_weights is None else loss_weights.flatten()
         total, cross_entropy, kl = linear_distillation_loss(
-            student, taught, tokens[:, 1:].flatten(), weights, distillation, training=True
+            student, taught, tokens[:, 1:].flatten(), weights, distillation, training=training
         )
         count = weights.sum()
         divisor = mx.maximum(count, 1e-9)
@@ -54,6 +50,37 @@ def _distillation_loss(settings: TrainSettings) -> Loss:
         return total, count, metrics
 
     return loss
+
+
+def evaluate_distillation(
+    model: Decoder,
+    data: TokenDataset,
+    loss: Loss,
+    max_seq_length: int,
+    batch_size: int,
+    max_tokens: int,
+    **masks: bool,
+) -> tuple[float, float, float, dict[str, float]]:
+    """Measure a `distillation_loss`; see `mlxlm.evaluate.evaluate_dataset` for the arguments.
+
+    Returns:
+        The loss; the cross-entropy in nats per token and in bits per byte; and the metrics of the loss.
+    """
+    training, sums = model.training, []
+    model.eval()
+    try:
+        for batch in validation_batches(data, batch_size, max_seq_length, max_tokens, **masks):
+            sums.append(loss(model, **{name: mx.array(x) for name, x in batch._asdict().items() if x is not None}))
+            mx.eval(sums[-1])
+    finally:
+        model.train(training)
+    count = math.fsum(n.item() for _, n, _ in sums)
+    metrics = {
+        name: math.fsum(values[name][0].item() for *_, values in sums) / count for name in ("cross_entropy", "kl")
+    }
+    tokens = data.num_targets() if masks.get("mask_prompt") else len(data)
+    bits_per_byte = metrics["cross_entropy"] / math.log(2) * tokens / data.bytes
+    return math.fsum(total.item() for total, *_ in sums) / count, metrics["cross_entropy"], bits_per_byte, metrics
 
 
 def _logits(model: Decoder, tokens: mx.array, segment_ids: mx.array | None, vocab_size: int) -> LinearLogits:
@@ -67,9 +94,7 @@ def _logits(model: Decoder, tokens: mx.array, segment_ids: mx.array | None, voca
 def load_teacher(model: str, dtype: str) -> Decoder:
     """Load a model in evaluation mode, dequantized, with weights of `dtype`; see `open_checkpoint`."""
     checkpoint = open_decoder_checkpoint(model, "a teacher")
-    teacher = Decoder(checkpoint.config.with_changes(quantization=None))
-    weights = load_float32_weights(checkpoint)
-    teacher.load_weights([(name, weight.astype(getattr(mx, dtype))) for name, weight in weights.items()])
+    teacher = load_base(checkpoint, checkpoint.config.with_changes(quantization=None), dtype)
     teacher.eval()
     eval_arrays(teacher.parameters())
     return teacher
@@ -122,6 +147,16 @@ def quantized_formats(model: Decoder, quantization: Mapping[str, Any]) -> dict[s
     return formats
 
 
+def loss_of_quantized(loss: Loss, quantization: Mapping[str, Any]) -> Loss:
+    """Return the loss of the model with quantized weights."""
+
+    def quantize_first(model: Decoder, **arrays: mx.array) -> LossSums:
+        _quantize(model, quantization)
+        return loss(model, **arrays)
+
+    return quantize_first
+
+
 def _quantize(model: Decoder, quantization: Mapping[str, Any]) -> None:
     """Round the weights of a model to quantized ones, whose gradient is that of the weights (straight-through)."""
     weights = dict(tree_flatten(model.parameters()))
@@ -138,13 +173,13 @@ def _quantize(model: Decoder, quantization: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def quantized_weights(model: Decoder, settings: TrainSettings) -> Iterator[None]:
-    """Inside the block, give the model the weights that `settings.quantization` makes of its own."""
-    if settings.quantization is None:
+def quantized_weights(model: Decoder, quantization: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside the block, give the model the weights that `quantization` makes of its own; None changes nothing."""
+    if quantization is None:
         yield
         return
     weights = tree_flatten(model.parameters())
-    _quantize(model, settings.quantization)
+    _quantize(model, quantization)
     try:
         yield
     finally:

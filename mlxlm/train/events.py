@@ -104,6 +104,29 @@ class Initialized(Event):
 
 
 @dataclass(frozen=True)
+class Preferences(Event):
+    """The data of a run that learns preferences.
+
+    Attributes:
+        loss: Its loss: "dpo", "orpo" or "kto".
+        chosen: Chosen or desirable answers.
+        rejected: Rejected or undesirable answers.
+        too_long: Pairs that were left out because an answer with its prompt is longer than a row.
+        same: Rows that were left out because both answers are the same.
+        max_seq_length: Tokens of a row.
+        suggested_seq_length: A length with which fewer are left out, if the model's context allows one.
+    """
+
+    loss: str
+    chosen: int
+    rejected: int
+    too_long: int
+    same: int
+    max_seq_length: int
+    suggested_seq_length: int | None
+
+
+@dataclass(frozen=True)
 class Started(Event):
     """The loop is ready.
 
@@ -171,6 +194,8 @@ class Validation(Event):
     Attributes:
         best: No earlier validation of the run had a lower loss.
         expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
+        metrics: Metrics of the loss by name, as of Step. With preferences `perplexity` and `bits_per_byte` are those of
+            the chosen answers.
     """
 
     step: int
@@ -180,6 +205,7 @@ class Validation(Event):
     bits_per_byte: float
     best: bool
     expert_load: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

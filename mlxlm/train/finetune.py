@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,11 +15,12 @@ from mlxlm.checkpoint import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, DataOptions, Document
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.base_model import create_from_base, set_base_defaults
+from mlxlm.train.base_model import LR_FRACTION, create_from_base, load_base, set_base_defaults
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
 from mlxlm.train.distillation import check_teacher
 from mlxlm.train.events import Conversations
 from mlxlm.train.memory_limits import check_memory
+from mlxlm.train.preferences import PreferenceEncoder, compute_reference_logps
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import (
@@ -35,9 +37,11 @@ from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import check_not_exists, working_folder
 
 DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
+PREFERENCE_EPOCHS = {"dpo": 1.0, "kto": 1.0}  # as Zephyr and TRL's examples; ORPO learns the answers, too
 FINETUNE_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}  # of every fine-tuning run
 _MIN_STEPS_PER_EPOCH = 8  # fewer and larger steps learn little from few conversations
 _MIN_STEPS = 200  # with a time limit, if a batch size of one row allows them
+_PREFERENCE_LR_FRACTIONS = {"dpo": 0.01, "kto": 0.01, "orpo": 0.08}
 
 
 class ConversationEncoder(Protocol):
@@ -141,7 +145,8 @@ def start_finetune(
         base: The model, of `open_base_model`.
         tokenizer: Its tokenizer, of `open_base_model`.
         encoder: Encodes conversations by a chat template.
-        data: Paths of JSON lines with "messages"; or DataOptions.
+        data: Paths of JSON lines with "messages"; with the setting `loss` "dpo", "orpo" or "kto" those of
+            preferences, see `PreferenceEncoder`; or DataOptions.
         budget: How long to train, unless `settings` have "steps". Default: 3 epochs.
         settings: Fields of `TrainSettings`, except those of FINETUNE_SETTINGS. The learning rate defaults to a fifth of
             that of pretraining. The batch size defaults to 16, less if an epoch would have fewer than 8 steps or the
@@ -157,22 +162,32 @@ def start_finetune(
     data = as_data_options(data)
     budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
     config = _config_to_tune(base.config, encoder)
-    draft = set_base_defaults(values, config)
+    loss = values.get("loss", TrainSettings.loss)
+    draft = set_base_defaults(values, config, _PREFERENCE_LR_FRACTIONS.get(loss, LR_FRACTION))
     check_teacher(values, tokenizer, config.vocab_size)
-    check_memory(config, draft, preset="")
+    check_memory(config, replace(draft, batch_size=draft.batch_size * (2 if draft.has_pairs else 1)), preset="")
+
+    def row_encoder() -> RowEncoder | PreferenceEncoder:
+        length = draft.max_seq_length
+        return PreferenceEncoder(encoder, loss, length) if draft.has_pairs else RowEncoder(encoder, length)
+
     with working_folder(out) as workspace:
-        rows, limited = RowEncoder(encoder, draft.max_seq_length), None
+        rows, limited = row_encoder(), None
         if budget.minutes is not None:
 
             def prepare_sample(sample: DataOptions, folder: Path) -> None:
-                prepare_shards(sample, tokenizer, folder, draft.seed, encode=RowEncoder(encoder, draft.max_seq_length))
+                prepare_shards(sample, tokenizer, folder, draft.seed, encode=row_encoder())
 
             data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
         shards = prepare_shards(data, tokenizer, workspace / "data", draft.seed, phase, rows)
+        if loss in ("dpo", "kto"):
+            with phase("computing reference log-probabilities", None):
+                compute_reference_logps(load_base(base, config, draft.dtype), shards, draft)
         num_rows = count_rows(shards, draft)
         values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
         if budget.minutes is None:
-            epochs, rows_per_step = budget.epochs or DEFAULT_EPOCHS, TrainSettings.provisional(values).rows_per_step
+            epochs = budget.epochs or PREFERENCE_EPOCHS.get(loss, DEFAULT_EPOCHS)
+            rows_per_step = TrainSettings.provisional(values).rows_per_step
             values["steps"] = budget.steps or max(1, math.ceil(epochs * num_rows / rows_per_step))
             values.setdefault("eval_every", max(1, values["steps"] // 10))
         final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
@@ -204,5 +219,5 @@ def _default_batch_size(
         with phase(MEASURING_LABEL, None):
             seconds = budget.compute_seconds_left()
             tokens = seconds / seconds_per_token(config, seconds, values, finetuning=True)
-        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.max_seq_length * accumulation)))
+        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.tokens_per_step / settings.batch_size)))
     return max(1, batch_size)

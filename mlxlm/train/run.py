@@ -144,8 +144,8 @@ class Run:
 
     @property
     def is_finetuning(self) -> bool:
-        """Whether it fine-tunes a model. Then its log begins with `Conversations`."""
-        return next(read_log_entries(self.log_file), {}).get("event") == "conversations"
+        """Whether it fine-tunes a model. Then its log begins with `Conversations` or `Preferences`."""
+        return next(read_log_entries(self.log_file), {}).get("event") in ("conversations", "preferences")
 
     @property
     def resume_command(self) -> str:

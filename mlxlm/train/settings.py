@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16")
 LENGTH_SETTINGS = (  # which `extend_run` changes
     "steps", "time_limit", "warmup_steps", "rewarm_step", "rewarm_learning_rate", "eval_every", "repeat_plan",
 )  # fmt: skip
+LOSSES = ("cross_entropy", "dpo", "orpo", "kto")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 
 # The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
@@ -64,6 +65,12 @@ class TrainSettings:
     )
     document_mask: bool = _batches(False, "Let tokens attend only to their own document; 2 to 5% more work on a CPU.")
     mask_prompt: bool = option(False, "Of conversations, learn the assistant's messages only.")
+    loss: str = option("cross_entropy", "Loss; dpo, orpo and kto learn from preferences.", choices=LOSSES)
+    beta: float = option(
+        0.1,
+        "Of DPO and KTO: a larger one stays closer to MODEL; of ORPO the weight of the odds ratio.",
+        above=0,
+    )
     optimizer: str = _optimizer(
         "adamw",
         "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
@@ -206,9 +213,14 @@ class TrainSettings:
         return self.batch_size * self.grad_accumulation_steps
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the data are pairs of documents, see `mlxlm.data.pairs`."""
+        return self.loss in LOSSES[1:]
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, of all processes."""
-        return self.rows_per_step * self.max_seq_length
+        return self.rows_per_step * self.max_seq_length * (2 if self.has_pairs else 1)
 
     @property
     def warmup(self) -> int:

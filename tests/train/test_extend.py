@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.checkpoint import load_weights, open_tokenizer
 from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.data import CHAT_TEMPLATE, DataOptions, prepare
@@ -17,8 +16,8 @@ from mlxlm.generation import GenerationConfig, load
 from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Budget, Finished, Run, Stopped, TrainSettings, extend_run, repeat_run, start_run
 from mlxlm.train.extend import start_decay_branch
+from mlxlm.train.objectives import open_batches
 from mlxlm.train.settings import LR_SCHEDULES
-from mlxlm.train.worker import step_batches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.run_command import run as mlxlm
 from tests.small_models import random_decoder, write_folder
@@ -169,7 +168,7 @@ def test_init(base, tmp_path, text_file, tiny_tokenizer):
 
     again = start_run(tmp_path / "again", [text_file], init=run.path, settings={"batch_size": 2})
     assert [e["model"] for e in read_log(again) if e["event"] == "initialized"] == [str(best_checkpoint(run.path))]
-    epoch = step_batches(again, ProcessGroup()).epoch_at
+    epoch = open_batches(again.data, again.settings).epoch_at
     assert epoch(again.settings.steps - 1) < 1 <= epoch(again.settings.steps)
 
 
