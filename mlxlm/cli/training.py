@@ -304,11 +304,12 @@ def _print_event(event: events.Event) -> None:
     elif isinstance(event, events.Validation):
         load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
         tokens = f"perplexity {event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte"
-        if event.metrics:
-            metrics = {name: value for name, value in event.metrics.items() if name != "nll_loss"}  # it is in `tokens`
-            tokens = f"{', '.join(metric_texts(metrics))}; chosen answers: {tokens}"
+        in_tokens = ("nll_loss", "cross_entropy")
+        metrics = metric_texts({name: value for name, value in event.metrics.items() if name not in in_tokens})
+        if "nll_loss" in event.metrics:
+            tokens = f"{', '.join(metrics)}; chosen answers: {tokens}"
         else:
-            tokens = f"nats per token, {tokens}"
+            tokens = ", ".join(["nats per token", *metrics, tokens])
         render.say(f"{at}validation {event.loss:.4f} {tokens}{' (best)' if event.best else ''}{load}")
     elif isinstance(event, events.Sample):
         render.say(f"{at}{event.prompt}{event.text}", style="dim")

@@ -167,8 +167,7 @@ def start_run(
             values["steps"] = budget.steps or one_epoch or steps_for(budget.tokens, config, draft)
         final, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
         if base is not None:
-            location = not prepared, limited, forecast
-            return create_from_base(out, base, config, final, run_tokenizer, shards, *location)
+            return create_from_base(out, base, config, final, run_tokenizer, shards, not prepared, limited, forecast)
         run = Run.create(out, config, final, run_tokenizer, shards, move_data=not prepared)
     RunLog(run.log_file).record(limited, choice, forecast)
     return run
