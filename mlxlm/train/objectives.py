@@ -102,10 +102,10 @@ def validate(
         max_tokens: At most about as many targets, spread evenly over the data.
     """
     sizes = settings.max_seq_length, batch_size, max_tokens
-    if isinstance(data, PairDataset):
-        return ValidationResult(*evaluate_pairs(model, data, make_loss(settings), *sizes))
     masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
     with quantized_weights(model, settings.quantization):
+        if isinstance(data, PairDataset):
+            return ValidationResult(*evaluate_pairs(model, data, make_loss(settings), *sizes))
         if settings.teacher is not None:
             loss = distillation_loss(settings, training=False)
             return ValidationResult(*evaluate_distillation(model, data, loss, *sizes, **masks))

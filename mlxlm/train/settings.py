@@ -255,6 +255,8 @@ class TrainSettings:
             for name in ("beta1", "beta2"):
                 if getattr(self, name) != getattr(spec, name):
                     yield f"{name} is {getattr(self, name)!r}, but {self.optimizer} has no {name}: omit it"
+        if self.teacher is not None and self.has_pairs:
+            yield f"teacher is {self.teacher!r}, but the loss {self.loss} has no teacher: omit it"
         if self.quantization is not None:
             yield from validate_quantization(self.quantization)
         warmup, steps = self.warmup_steps, self.steps

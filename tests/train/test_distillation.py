@@ -179,4 +179,6 @@ def test_what_is_refused(teacher, tmp_path, text_file, tiny_config, tokenizer_fo
         start_run(tmp_path / "run", [text_file], init=folder, settings={**QUICK, "teacher": teacher})
     with pytest.raises(ConfigError, match="bits is 7, affine has 2 or 3"):
         TrainSettings(steps=1, learning_rate=1.0, quantization={"bits": 7, "group_size": 32})
+    with pytest.raises(ConfigError, match="teacher is 'x', but the loss dpo has no teacher: omit it"):
+        TrainSettings(steps=1, learning_rate=1.0, loss="dpo", teacher="x")
     assert not (tmp_path / "run").exists()
