@@ -5,6 +5,13 @@ r"""Preference training on the bundled model: it learns to tell shorter stories.
 The model tells a story for each request; its first two sentences are the chosen answer, and the whole story is the
 rejected one. For KTO each is an example of its own. The result is compared on requests with words that neither training
 had together: words per story, and how many stories are right (have the people and things that were asked for).
+
+One run on two busy cores of an AMD EPYC, DPO with the default learning rate (2.9e-4), a minute of steps:
+
+    --prompts 64 --held-out 24 --batch-size 2 --steps 16 --eval-every 0 --validation-fraction 0.2
+        words per story 58.8 before, 28.8 after; right 67% before, 63% after; margin on validation pairs 2.07
+
+Of 24 stories, a difference of one that is right is no difference.
 """
 
 from __future__ import annotations
@@ -56,9 +63,9 @@ def main() -> None:
         subprocess.run([*map(str, command), *given], check=True, stdout=sys.stderr)
         before, after = compare(MODEL, held_out), compare(run, held_out)
         history = read_run(run)
-        metrics = {name: (values[0][1], values[-1][1]) for name, values in history.validation_metrics.items()}
+        metrics = {name: values[-1][1] for name, values in history.validation_metrics.items()}
     rows_shown = [(name, f"{before[name]:.3g} before, {after[name]:.3g} after") for name in before if name != "story"]
-    rows_shown += [(f"{n}, validation", f"{a:.3g} before, {b:.3g} after") for n, (a, b) in sorted(metrics.items())]
+    rows_shown += [(f"{name}, validation", f"{value:.3g}") for name, value in sorted(metrics.items())]
     rows_shown += [("a story before", before["story"]), ("the same after", after["story"])]
     result = {"loss": options.loss, "pairs": len(rows), "before": before, "after": after, "validation": metrics}
     report(f"{options.loss} on {len(rows)} pairs", rows_shown, result)
