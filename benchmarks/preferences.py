@@ -2,19 +2,23 @@ r"""Preference training on the bundled model: it learns to tell shorter stories.
 
     python benchmarks/preferences.py [--loss dpo] [--prompts 192] [OPTIONS OF mlxlm finetune]
 
-The model tells two stories for each request; the shorter one is chosen and the longer one rejected, if they differ by
-five words. For KTO each is an example of its own. The result is compared on requests with words that neither training
+The model tells a story for each request; its first two sentences are the chosen answer, and the whole story is the
+rejected one. For KTO each is an example of its own. The result is compared on requests with words that neither training
 had together: words per story, and how many stories are right (have the people and things that were asked for).
 
-Results on two busy cores of an AMD EPYC, seed 0, stories sampled at temperature 1:
+One run on two busy cores of an AMD EPYC, DPO with the default learning rate (2.9e-4), a minute of steps:
 
-RESULTS
+    --prompts 64 --held-out 24 --batch-size 2 --steps 16 --eval-every 0 --validation-fraction 0.2
+        words per story 58.8 before, 28.8 after; right 67% before, 63% after; margin on validation pairs 2.07
+
+Of 24 stories, a difference of one that is right is no difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,7 +33,7 @@ from mlxlm.data.small_world.corpus import held_out_questions, is_right
 from mlxlm.data.small_world.tasks import KINDS, Turn
 from mlxlm.report import read_run
 
-MODEL, MAX_TOKENS, MIN_DIFFERENCE = "small-world", 200, 5
+MODEL, MAX_TOKENS, SENTENCES = "small-world", 200, 2
 
 
 def main() -> None:
@@ -59,26 +63,25 @@ def main() -> None:
         subprocess.run([*map(str, command), *given], check=True, stdout=sys.stderr)
         before, after = compare(MODEL, held_out), compare(run, held_out)
         history = read_run(run)
-        metrics = {name: (values[0][1], values[-1][1]) for name, values in history.validation_metrics.items()}
+        metrics = {name: values[-1][1] for name, values in history.validation_metrics.items()}
     rows_shown = [(name, f"{before[name]:.3g} before, {after[name]:.3g} after") for name in before if name != "story"]
-    rows_shown += [(f"{n}, validation", f"{a:.3g} before, {b:.3g} after") for n, (a, b) in sorted(metrics.items())]
+    rows_shown += [(f"{name}, validation", f"{value:.3g}") for name, value in sorted(metrics.items())]
     rows_shown += [("a story before", before["story"]), ("the same after", after["story"])]
     result = {"loss": options.loss, "pairs": len(rows), "before": before, "after": after, "validation": metrics}
     report(f"{options.loss} on {len(rows)} pairs", rows_shown, result)
 
 
 def preferences(count: int) -> list[dict[str, str]]:
-    """Pairs of stories that the model tells for `count` requests."""
+    """The beginnings of the model's stories for `count` requests, each preferred to the whole story."""
     rng, requests = Random(0), list[str]()
     while len(requests) < count:
         if not (turn := KINDS["stories"][0](rng)).held_out:
             requests.append(turn.question)
-    stories = tell(MODEL, [request for request in requests for _ in range(2)], seed=1)
     rows = []
-    for request, pair in zip(requests, zip(stories[::2], stories[1::2], strict=True), strict=True):
-        chosen, rejected = sorted(pair, key=words)
-        if words(rejected) - words(chosen) >= MIN_DIFFERENCE:
-            rows.append({"prompt": request, "chosen": chosen, "rejected": rejected})
+    for request, story in zip(requests, tell(MODEL, requests, seed=1), strict=True):
+        sentences = re.split(r"(?<=[.!?]) ", story)
+        if len(sentences) > SENTENCES:
+            rows.append({"prompt": request, "chosen": " ".join(sentences[:SENTENCES]), "rejected": story})
     return rows
 
 
