@@ -36,6 +36,9 @@ def _adafactor_state(config: ModelConfig) -> int:
         tables += [(groups["per_layer_embedding"] // width, width), (width, hidden)]
     return matrices + sum(rows + columns for rows, columns in tables) + groups["norms"] + groups["biases"]
 
+# Of a matrix; where rows are shorter, as in short convolutions, `optimizer_state` changes nothing.
+MIN_ROW = 16
+
 
 @dataclass(frozen=True)
 class OptimizerSpec:

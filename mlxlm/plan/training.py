@@ -122,6 +122,14 @@ class Training:
         return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
 
 
+def updated_at_once(parameters: int, device: str = THIS_DEVICE) -> int:
+    """Return the number of parameters of a group that is updated at a time, unless a single matrix has more.
+
+    Its intermediate results need memory, and on a GPU the host waits for each group.
+    """
+    return max(1 << 22 if device == "cpu" else 1 << 24, parameters // 32)
+
+
 def _path_on_this_device(config: ModelConfig, training: Training) -> str:
     """Ask the kernel dispatcher, which knows `$MLXLM_KERNELS` and the measurements of this machine."""
     path = choose_path(TRAINING, _case(config, training)).path

@@ -16,6 +16,7 @@ from mlxlm.data.options import PACKINGS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+OPTIMIZER_STATES = (*DTYPES, "int8")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 
 # The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
@@ -96,9 +97,15 @@ class TrainSettings:
     )
     dtype: str = _batches(
         "float32",
-        "Compute dtype; weights stay float32 (mixed precision).",
+        "Compute dtype (mixed precision).",
         choices=DTYPES,
         default_text="bfloat16; float32 on a CPU",
+    )
+    param_dtype: str = _batches("float32", "Dtype of the weights; bfloat16 is rounded stochastically.", choices=DTYPES)
+    optimizer_state: str = _batches(
+        "float32",
+        "Dtype of the optimizer's averages; bfloat16 and int8 take a half and a quarter of the memory.",
+        choices=OPTIMIZER_STATES,
     )
     grad_checkpoint: bool = _batches(
         False, "Recompute activations in the backward pass: less memory, a third more time."
