@@ -315,7 +315,7 @@ class _Trainer:
     def validate(self) -> Validation:
         """Measure the loss on validation data, with the EMA weights if there are any."""
         settings = self.run.settings
-        with self.step.ema_weights():
+        with self.step.evaluation_weights():
             rows = -(-settings.batch_size // self.step.micro_batches)
             sizes = settings.max_seq_length, rows, settings.eval_tokens
             masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
@@ -352,7 +352,7 @@ class _Trainer:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
         self.model.eval()
         try:
-            with self.step.ema_weights():
+            with self.step.evaluation_weights():
                 yield LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
         finally:
             self.model.train()

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config.numbers import is_int
-from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
+from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES, OptimizerSpec
 from mlxlm.config.option import option, range_problems
 from mlxlm.data.options import PACKINGS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-OPTIMIZER_STATES = (*DTYPES, "int8")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 
 # The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
@@ -105,7 +104,7 @@ class TrainSettings:
     optimizer_state: str = _batches(
         "float32",
         "Dtype of the optimizer's averages; bfloat16 and int8 take a half and a quarter of the memory.",
-        choices=OPTIMIZER_STATES,
+        choices=tuple(STATE_DTYPES),
     )
     grad_checkpoint: bool = _batches(
         False, "Recompute activations in the backward pass: less memory, a third more time."

@@ -91,7 +91,7 @@ class TrainStep:
         self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())
         weights = self._parameters()
-        self._ema = {n: mx.array(w, mx.float32) for n, w in weights.items()} if settings.ema_decay else {}
+        self._ema = {n: w.astype(mx.float32) + 0 for n, w in weights.items()} if settings.ema_decay else {}
         self._groups = _group_names(weights)
         random = mx.random.state
         self._compiled_sums = mx.compile(self._gradient_sums, inputs=[model.state, random], outputs=random)
@@ -207,20 +207,26 @@ class TrainStep:
         return [self.model.state, optimizers, self._ema, mx.random.state]
 
     @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Give the model the EMA weights inside the block, if there are any."""
-        if not self._ema:
+    def evaluation_weights(self) -> Iterator[None]:
+        """Give the model the weights of `weights` inside the block: the EMA weights if there are any.
+
+        bfloat16 weights get the compute dtype: a CPU computes bfloat16 products many times slower than float32.
+        """
+        parameters, converts = self._parameters(), self.settings.param_dtype != self.settings.dtype == "float32"
+        if not self._ema and not converts:
             yield
             return
-        parameters = self._parameters()
-        self.model.load_weights(list(self.weights().items()))
+        weights = self.weights()
+        if converts:
+            weights = {name: weight.astype(self._dtype) for name, weight in weights.items()}
+        self.model.load_weights(list(weights.items()))
         try:
             yield
         finally:
             self.model.load_weights(list(parameters.items()))
 
     def weights(self) -> dict[str, mx.array]:
-        """Return the weights of the trained model, float32 by name: the EMA weights if there are any."""
+        """Return the weights of the trained model by name: the EMA weights, in float32, if there are any."""
         return dict(self._ema) or self._parameters()
 
     def save_state(self) -> dict[str, mx.array]:
@@ -234,7 +240,8 @@ class TrainStep:
             if {n: x.shape for n, x in loaded.items()} != {n: x.shape for n, x in current.items()}:
                 raise ValueError("the weights or the optimizer's state are of another model")
         raw = {n.removeprefix("weights."): x for n, x in state.items() if n.startswith("weights.")}
-        self.model.load_weights(list((raw or weights).items()))
+        dtype = getattr(mx, self.settings.param_dtype)
+        self.model.load_weights([(name, weight.astype(dtype)) for name, weight in (raw or weights).items()])
         self._ema.update(weights if self._ema else {})
         _set_random_key(state["random"])
         optimizer_states = tree_unflatten([(n, x) for n, x in state.items() if n.startswith("states.")])["states"]

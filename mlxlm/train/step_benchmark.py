@@ -95,7 +95,8 @@ def _measure(
     length, rows = settings.max_seq_length, settings.batch_size
     masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
     validate = partial(evaluate_dataset, model, validation_data, length, rows, rows * length, **masks)
-    return first, times, [_seconds(validate) for _ in range(2)][1]
+    with step.evaluation_weights():
+        return first, times, [_seconds(validate) for _ in range(2)][1]
 
 
 def _free_memory() -> None:
