@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import report
+from common import report, train_settings
 
 SETTINGS = (
     "optimizer=adamw,optimizer_state=bfloat16,optimizer_state=int8,param_dtype=bfloat16,"
@@ -35,9 +35,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.seeds):
             for name in names:
-                values = dict(pair.split("=") for pair in name.split("+"))
-                found[name].append(bits_per_byte(Path(folder), options.text, options.steps, seed, values))
-                print(f"seed {seed}, {name}: {found[name][-1]:.4f}", file=sys.stderr, flush=True)
+                bits = bits_per_byte(Path(folder), options.text, options.steps, seed, train_settings(name))
+                found[name].append(bits)
+                print(f"seed {seed}, {name}: {bits:.4f}", file=sys.stderr, flush=True)
     rows = []
     for name, bits in found.items():
         differences = [a - b for a, b in zip(bits, found[names[0]], strict=True)]

@@ -13,7 +13,6 @@ from typing import Any
 from mlxlm.config.counts import count_parameters, sublayers
 from mlxlm.config.model_config import ModelConfig
 
-
 # Of a matrix; where rows are shorter, as in short convolutions, `optimizer_state` changes nothing.
 MIN_ROW = 16
 
@@ -52,14 +51,10 @@ class OptimizerSpec:
 # processor time.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     # 0.1 and 0.95 are GPT-3's: 0.999 averages over longer than a short run lasts (Brown et al. 2020, appendix B).
-    "adamw": OptimizerSpec(
-        "AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}
-    ),
+    "adamw": OptimizerSpec("AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}),
     # Its updates are as large as AdamW's, so rate and decay carry over (Liu et al. 2025, 2.2). The betas are those of
     # AdamW, which updates embeddings, head and vectors (Jordan et al. 2024).
-    "muon": OptimizerSpec(
-        "AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}, layer_matrices="muon"
-    ),
+    "muon": OptimizerSpec("AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}, layer_matrices="muon"),
     # A sign is larger than an AdamW update: 3 to 10 times less rate, as much more decay; betas for language models
     # (Chen et al. 2023, 5). Measured as above: a tenth of AdamW's rate 2.66 bits per byte, a fifth 2.75, a twentieth
     # 2.90.

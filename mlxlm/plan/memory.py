@@ -22,7 +22,7 @@ _SCORES_AT_A_TIME = 4  # arrays of the size of a block's scores
 # of weights, are made after others were freed. That logits count twice is fitted, not explained.
 _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE, _LOGITS_AT_ONCE = 0.6, 0.1, 2.0
 _UPDATE_BYTES = {"adamw": 4, "muon": 12, "lion": 5, "adafactor": 12}
-_UPDATE_BYTES_LOW_PRECISION = 12
+_UPDATE_BYTES_LOW_PRECISION = 18
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,19 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
     logits_factor, transient_factor, gradients_factor = factors if workers > 1 else (1, 1, 1)
     accumulates = training.grad_accumulation_steps > 1
     # Sums are float32; gradients have the dtype of the weights.
-    gradient_bytes = 4 * count * workers if accumulates else DTYPES[training.param_dtype] * count * workers
+    gradient_bytes = (4 if accumulates else DTYPES[training.param_dtype]) * count * workers
+    # With gradient accumulation, in addition to the sum so far, which is complete.
+    first_gradients = round(gradient_bytes * (gradients_factor + accumulates))
+    copy = 0 if training.dtype == training.param_dtype else size * count
+    if training.param_dtype == "bfloat16":  # measured: a layer's gradients take the place of its copy
+        copy = max(0, copy - first_gradients)
     return TrainingMemory(
         weights=DTYPES[training.param_dtype] * count,
-        compute_copy=0 if training.dtype == training.param_dtype else size * count,
+        compute_copy=copy,
         optimizer=optimizer_bytes(config, training.optimizer, training.optimizer_state),
         ema=4 * count if training.ema_decay else 0,
         gradients=gradient_bytes * (2 if workers > 1 and accumulates else 1),
-        # With gradient accumulation, in addition to the sum so far, which is complete.
-        first_gradients=round(gradient_bytes * (gradients_factor + accumulates)),
+        first_gradients=first_gradients,
         layer=layer,
         activations=round(config.num_hidden_layers * kept + recomputed + tokens * size * 2 * config.hidden_size),
         logits=round(logits_factor * logits_bytes(config, training)),
@@ -184,4 +188,3 @@ def logits_bytes(config: ModelConfig, training: Training) -> int:
     if chunk * training.num_workers >= rows:
         return logits
     return logits + 4 * config.hidden_size * (rows + config.vocab_size * training.num_workers)
-

@@ -253,8 +253,8 @@ def plan(
     flops = count_training_flops(config, training, num_devices)
     source, mfu = ("assumed", ASSUMED_MFU) if mfu is None else ("given", mfu)
     step_seconds = seconds_for(flops.per_step, machine.flops, mfu, num_devices)
-    memory = training_memory(config, training)
-    checkpoint = memory.weights + memory.optimizer + memory.ema
+    needed = training_memory(config, training)
+    checkpoint = needed.states
     token_bytes = 2 if config.vocab_size <= 1 << 16 else 4
     shards = token_bytes * round(corpus.tokens if corpus else tokens)
     return Plan(
@@ -263,7 +263,7 @@ def plan(
         serving=serving,
         parameters=count_parameters(config),
         flops=flops,
-        memory=memory,
+        memory=needed,
         inference=inference_memory(config, serving),
         tokens=tokens,
         optimal_tokens=optimal,

@@ -22,7 +22,7 @@ from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
 from mlxlm.train.events import Conversations, RunLog
-from mlxlm.train.memory_limits import check_memory
+from mlxlm.train.memory_limits import check_memory, free_memory
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run, TrainState
 from mlxlm.train.settings import TrainSettings
@@ -197,6 +197,7 @@ def start_finetune(
         with atomic_new_folder(out) as folder:
             run = Run.create(folder, config, final_settings, tokenizer, shards, move_data=True)
             _save_base(run, base)
+            free_memory()
             if options := read_generation_config(base, str(base.path)).options:
                 GenerationConfig(options).write(folder)
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit

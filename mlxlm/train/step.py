@@ -95,9 +95,7 @@ class TrainStep:
         self._groups = _group_names(weights)
         random = mx.random.state
         self._compiled_sums = mx.compile(self._gradient_sums, inputs=[model.state, random], outputs=random)
-        self._compiled_updates = [
-            mx.compile(self._update, inputs=self.state, outputs=self.state) for _ in self._groups
-        ]
+        self._compiled_updates = [mx.compile(self._update, inputs=self.state, outputs=self.state) for _ in self._groups]
         self._shard_batches(num_batch_shards(settings.batch_size))
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
@@ -285,7 +283,8 @@ class TrainStep:
 
 def _group_names(weights: Mapping[str, mx.array]) -> list[list[str]]:
     """Divide the names of parameters into groups that are updated one after another."""
-    limit, groups, size = updated_at_once(sum(w.size for w in weights.values())), [[]], 0
+    groups: list[list[str]] = [[]]
+    limit, size = updated_at_once(sum(w.size for w in weights.values())), 0
     for name, weight in weights.items():
         if size + weight.size > limit and groups[-1]:
             groups.append([])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from bisect import bisect_right
@@ -20,6 +19,7 @@ from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate_dataset
 from mlxlm.model import Decoder
 from mlxlm.train.events import Forecast
+from mlxlm.train.memory_limits import free_memory
 from mlxlm.train.run_clock import num_validations
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -73,12 +73,12 @@ def probe(config: ModelConfig, settings: TrainSettings, validation_data: TokenDa
     One step compiles and three count. Of two batches of `validation_data` the first is for warmup. No memory stays
     allocated.
     """
-    _free_memory()
+    free_memory()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     compile_seconds, times, validation = _measure(config, settings, validation_data)
     memory = mx.get_peak_memory() - before
-    _free_memory()
+    free_memory()
     return Probe(compile_seconds, median(times), validation, memory)
 
 
@@ -97,12 +97,6 @@ def _measure(
     validate = partial(evaluate_dataset, model, validation_data, length, rows, rows * length, **masks)
     with step.evaluation_weights():
         return first, times, [_seconds(validate) for _ in range(2)][1]
-
-
-def _free_memory() -> None:
-    """Models have reference cycles, so they stay until Python collects those."""
-    gc.collect()
-    mx.clear_cache()
 
 
 def _batches(config: ModelConfig, settings: TrainSettings) -> list[Batch]:

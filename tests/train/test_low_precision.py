@@ -135,5 +135,3 @@ def test_bytes_per_parameter(tiny_config, monkeypatch, changes, limit):
     mx.reset_peak_memory()
     mx.eval(step(batch, 1e-3), step.state)
     assert (mx.get_peak_memory() - other) / config.parameter_count() < limit
-
-
