@@ -3,12 +3,12 @@
     python benchmarks/training_memory.py [--lengths 512,2048,8192] [--ways plain,default,grad_checkpoint]
     python benchmarks/training_memory.py --lengths "" [--settings optimizer=adamw,optimizer_state=int8,...]
 
-The first table has a vocabulary of 32,000. A model of 4 layers, hidden size 256, 4 heads, one sequence per step, AdamW, float32, compiled. "plain" uses MLX's own
-attention, SwiGLU and `mlx.nn.losses.cross_entropy` on whole logits, and keeps all activations; "default" is mlxlm's
-step: the loss in chunks, attention in blocks from 1,024 tokens on; "grad_checkpoint" also recomputes activations
-(`--grad-checkpoint`). Each measurement has its own process with at most four fifths of the machine's memory, and is of
-the second step. "peak" is MLX's count of live arrays, "resident" the largest size of the process, with the buffers
-that MLX keeps for reuse.
+The first table has a vocabulary of 32,000. A model of 4 layers, hidden size 256, 4 heads, one sequence per step, AdamW,
+float32, compiled. "plain" uses MLX's own attention, SwiGLU and `mlx.nn.losses.cross_entropy` on whole logits, and keeps
+all activations; "default" is mlxlm's step: the loss in chunks, attention in blocks from 1,024 tokens on;
+"grad_checkpoint" also recomputes activations (`--grad-checkpoint`). Each measurement has its own process with at most
+four fifths of the machine's memory, and is of the second step. "peak" is MLX's count of live arrays, "resident" the
+largest size of the process, with the buffers that MLX keeps for reuse.
 
 The second table, of one sequence of 32 tokens, has the peak divided by the number of parameters (28M), measured and as
 planned by `mlxlm plan`. A setting is one or more fields of `TrainSettings`, joined by "+".

@@ -125,7 +125,7 @@ def updated_at_once(parameters: int, device: str = THIS_DEVICE) -> int:
 
     Its intermediate results need memory, and on a GPU the host waits for each group.
     """
-    return max(1 << 22 if device == "cpu" else 1 << 24, parameters // 32)
+    return max(1 << 20 if device == "cpu" else 1 << 24, parameters // 32)
 
 
 def _path_on_this_device(config: ModelConfig, training: Training) -> str:

@@ -30,9 +30,9 @@ class LowPrecision(optim.Optimizer):
     key: mx.array | None = None
 
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
-        """Fill the `state` of a parameter."""
+        """Fill the `state` of a parameter with zeros."""
         super().init_single(mx.zeros(parameter.shape), state)
-        state.update(self._stored(state, parameter.shape))
+        state.update({name: mx.zeros(x.shape, x.dtype) for name, x in self._stored(state, parameter.shape).items()})
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         """Return the updated `parameter`, in its dtype, and update its `state`."""

@@ -121,9 +121,9 @@ def test_larger_batch_that_cores_do_not_share(monkeypatch):
     monkeypatch.setattr(device, "load_blas", lambda: SimpleNamespace(sets_threads=True))
     monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
     config, training = load_preset("5m"), replace(SMALL, batch_size=16, device="cpu")
-    whole = replace(training, batch_size=24)
+    whole = replace(training, batch_size=20)
     assert (training.num_workers, whole.num_workers) == (16, 1)
     memory = round(training_memory(config, whole).total / 0.9) + 1
     found = find_limits(config, training, Serving(), memory)
-    assert not found.training and found.batch_size == 24
+    assert not found.training and found.batch_size == 20
     assert find_limits(config, training, Serving(), 1 << 40).batch_size > 10**4
