@@ -14,6 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def train_settings(text: str) -> dict[str, Any]:
+    """Fields of `TrainSettings`, given as "param_dtype=bfloat16+ema_decay=0.9"."""
+    values = dict(pair.split("=") for pair in text.split("+"))
+    return {name: float(value) if value[0].isdigit() else value for name, value in values.items()}
+
+
 def in_turn(rounds: int, **functions: Callable[[], float]) -> dict[str, list[float]]:
     """Call every function once per round, so that noise of the machine affects all of them."""
     values: dict[str, list[float]] = {name: [] for name in functions}

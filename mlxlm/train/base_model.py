@@ -15,6 +15,7 @@ from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Event, Initialized, RunLog
+from mlxlm.train.memory_limits import free_memory
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run, TrainState
 from mlxlm.train.settings import TrainSettings
@@ -96,12 +97,18 @@ def create_from_base(
     saving_since = time.monotonic()
     with atomic_new_folder(out) as folder:
         run = Run.create(folder, config, settings, tokenizer, shards, move_data)
-        mx.random.seed(settings.seed)
-        step = TrainStep(load_base(base, config), settings)
-        mx.eval(step.state)
-        run.save_checkpoint(step, TrainState())
+        save_base(run, base)
+        free_memory()
         if options := read_generation_config(base, str(base.path)).options:
             GenerationConfig(options).write(folder)
         run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
         RunLog(run.log_file).record(*events, Initialized(str(base.path)))
     return Run.open(out)
+
+
+def save_base(run: Run, base: Checkpoint) -> None:
+    """Save the model `base` as the checkpoint of step 0, not validated yet."""
+    mx.random.seed(run.settings.seed)
+    step = TrainStep(load_base(base, run.config), run.settings)
+    mx.eval(step.state)
+    run.save_checkpoint(step, TrainState())

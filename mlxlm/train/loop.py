@@ -316,7 +316,7 @@ class _Trainer:
     def validate(self) -> Validation:
         """Measure the loss on validation data, with the EMA weights if there are any."""
         settings = self.run.settings
-        with self.step.ema_weights():
+        with self.step.evaluation_weights():
             rows = -(-settings.batch_size // self.step.micro_batches)
             with expert_load(self.model.layers) as load:
                 result = validate(self.model, self.validation_data, settings, rows, settings.eval_tokens)
@@ -352,7 +352,7 @@ class _Trainer:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
         self.model.eval()
         try:
-            with self.step.ema_weights(), quantized_weights(self.model, self.run.settings.quantization):
+            with self.step.evaluation_weights(), quantized_weights(self.model, self.run.settings.quantization):
                 yield LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
         finally:
             self.model.train()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config.numbers import is_int
-from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
+from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES, OptimizerSpec
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.data.options import PACKINGS
@@ -108,9 +108,15 @@ class TrainSettings:
     )
     dtype: str = _batches(
         "float32",
-        "Compute dtype; weights stay float32 (mixed precision).",
+        "Compute dtype (mixed precision).",
         choices=DTYPES,
         default_text="bfloat16; float32 on a CPU",
+    )
+    param_dtype: str = _batches("float32", "Dtype of the weights; bfloat16 is rounded stochastically.", choices=DTYPES)
+    optimizer_state: str = _batches(
+        "float32",
+        "Dtype of the optimizer's averages; bfloat16 and int8 take a half and a quarter of the memory.",
+        choices=tuple(STATE_DTYPES),
     )
     grad_checkpoint: bool = _batches(
         False, "Recompute activations in the backward pass: less memory, a third more time."

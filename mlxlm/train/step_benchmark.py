@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from bisect import bisect_right
@@ -20,6 +19,7 @@ from mlxlm.data import Batch, TokenDataset
 from mlxlm.data.pairs import CHOSEN, REJECTED, PairBatch
 from mlxlm.model import Decoder
 from mlxlm.train.events import Forecast
+from mlxlm.train.memory_limits import free_memory
 from mlxlm.train.objectives import make_loss, validate
 from mlxlm.train.run_clock import num_validations
 from mlxlm.train.settings import TrainSettings
@@ -75,12 +75,12 @@ def probe(config: ModelConfig, settings: TrainSettings, validation_data: TokenDa
     One step compiles and three count. Of two batches of `validation_data` the first is for warmup. No memory stays
     allocated.
     """
-    _free_memory()
+    free_memory()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     compile_seconds, times, validation = _measure(config, settings, validation_data)
     memory = mx.get_peak_memory() - before
-    _free_memory()
+    free_memory()
     return Probe(compile_seconds, median(times), validation, memory)
 
 
@@ -96,13 +96,8 @@ def _measure(
         return first, times, 0.0
     rows, tokens = settings.batch_size, settings.tokens_per_step // settings.grad_accumulation_steps
     validation = partial(validate, model, validation_data, settings, rows, tokens)
-    return first, times, [_seconds(validation) for _ in range(2)][1]
-
-
-def _free_memory() -> None:
-    """Models have reference cycles, so they stay until Python collects those."""
-    gc.collect()
-    mx.clear_cache()
+    with step.evaluation_weights():
+        return first, times, [_seconds(validation) for _ in range(2)][1]
 
 
 def _batches(config: ModelConfig, settings: TrainSettings) -> Sequence[NamedArrays]:

@@ -193,7 +193,7 @@ def test_ema_weights(tiny_config):
         assert mx.array_equal(raw[name], weight)
         assert mx.array_equal(step.save_state()[f"weights.{name}"], weight)
         np.testing.assert_allclose(np.array(step.weights()[name]), wanted[name], atol=1e-5)
-    with step.ema_weights():
+    with step.evaluation_weights():
         inside = dict(tree_flatten(step.model.parameters()))
         assert all(mx.array_equal(inside[n], w) for n, w in step.weights().items())
     after = dict(tree_flatten(step.model.parameters()))
