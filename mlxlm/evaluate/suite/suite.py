@@ -15,7 +15,7 @@ from mlxlm.evaluate.multiple_choice import score_choices
 from mlxlm.evaluate.suite.estimates import Estimate, bootstrap, wilson
 from mlxlm.evaluate.suite.minimal_pairs import minimal_pairs, phenomena
 from mlxlm.evaluate.suite.predictions import built_in_text, predict
-from mlxlm.evaluate.suite.tasks import TASKS, Task, TaskItem, random_words
+from mlxlm.evaluate.suite.tasks import TASKS, Task, random_words
 from mlxlm.generation.loaded_model import LoadedModel
 
 ALL = "all"  # the condition of a score over all conditions
@@ -114,7 +114,8 @@ def evaluate_suite(
         DataError: The text is too short.
         CheckpointError: The model's logits are NaN.
     """
-    scorer, left_out = LoglikelihoodScorer(lm), []
+    scorer = LoglikelihoodScorer(lm)
+    left_out: list[str] = []
     scores = _grammar_scores(lm, scorer, size.pairs, seed, progress)
     for task in TASKS:
         scores += _task_scores(lm, scorer, task, size.items, seed, progress, left_out)
