@@ -26,7 +26,7 @@ def wilson(successes: int, trials: int) -> Estimate:
     share, z2 = successes / trials, _Z * _Z / trials
     center = (share + z2 / 2) / (1 + z2)
     half = _Z / (1 + z2) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials))
-    return Estimate(share, max(0.0, center - half), min(1.0, center + half))
+    return Estimate(share, min(share, max(0.0, center - half)), max(share, min(1.0, center + half)))  # despite rounding
 
 
 def bootstrap(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0) -> Estimate:

@@ -179,7 +179,8 @@ def _task_scores(
 ) -> list[Score]:
     counts: dict[str, list[int]] = {}  # right, exact match, items
     for i, condition in enumerate(task.conditions):
-        name, items = f"{condition} {task.unit}", task.items(condition, num_items, seed)
+        name = f"{condition} {task.unit}" if condition > 1 else f"1 {task.unit.removesuffix('s')}"
+        items = task.items(condition, num_items, seed)
         if not _fits(lm, [item.prompt + max(item.answers, key=len) for item in items]):
             left_out.append(f"{task.name}, {name}")
             continue
