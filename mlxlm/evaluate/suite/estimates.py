@@ -40,5 +40,6 @@ def bootstrap(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], s
     rng = np.random.default_rng(seed)
     weights = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
     resampled = np.tensordot(weights.astype(np.float64), sums, axes=1)
-    low, high = np.nanquantile(statistic(resampled), (0.025, 0.975))
+    with np.errstate(invalid="ignore"):  # 0 / 0 in resamples without a prediction: they don't count
+        low, high = np.nanquantile(statistic(resampled), (0.025, 0.975))
     return Estimate(float(statistic(sums.sum(axis=0))), float(low), float(high))

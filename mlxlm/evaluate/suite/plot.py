@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxlm.evaluate.suite.estimates import Estimate
-from mlxlm.evaluate.suite.suite import ACCURACY, ALL, LOSS_REDUCTION, Score, SuiteResult
+from mlxlm.evaluate.suite.suite import ACCURACY, ALL, LOSS_REDUCTION, SuiteResult
 from mlxlm.utils.plots import LEGEND_SIZE, label_axes, new_figure
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -19,7 +19,14 @@ def suite_figure(result: SuiteResult) -> Any:
 
     pairs = [score for score in result.scores if score.group == "grammar"][::-1]
     label_axes(grammar, "accuracy", title="minimal pairs")
-    grammar.errorbar([s.estimate.value for s in pairs], range(len(pairs)), xerr=_errors(pairs), fmt="o", ms=4, lw=1)
+    grammar.errorbar(
+        [s.estimate.value for s in pairs],
+        range(len(pairs)),
+        xerr=_errors([s.estimate for s in pairs]),
+        fmt="o",
+        ms=4,
+        lw=1,
+    )
     grammar.axvline(0.5, color="#888", ls=":")
     grammar.set_yticks(range(len(pairs)), ["all" if s.condition == ALL else s.name for s in pairs])
     grammar.set_xlim(0, 1)
@@ -29,7 +36,9 @@ def suite_figure(result: SuiteResult) -> Any:
     for name in dict.fromkeys(s.name for s in chosen):
         scores = [s for s in chosen if s.name == name and s.condition != ALL]
         sizes, values = [int(s.condition.split()[0]) for s in scores], [s.estimate.value for s in scores]
-        tasks.errorbar(sizes, values, yerr=_errors(scores), fmt="o-", ms=4, lw=1, capsize=2, label=name)
+        tasks.errorbar(
+            sizes, values, yerr=_errors([s.estimate for s in scores]), fmt="o-", ms=4, lw=1, capsize=2, label=name
+        )
     tasks.axhline(0.25, color="#888", ls=":", label="chance (brackets ⅓, induction 0)")
     tasks.set_xscale("log", base=2)
     tasks.xaxis.set_major_formatter("{x:.0f}")
@@ -38,25 +47,31 @@ def suite_figure(result: SuiteResult) -> Any:
 
     label_axes(reliability, "confidence", "accuracy", "reliability of next-token predictions")
     reliability.plot([0, 1], [0, 1], color="#888", ls=":", label="calibrated")
-    confidence, accuracy = ([getattr(b, name) for b in result.reliability] for name in ("confidence", "accuracy"))
-    total = sum(b.count for b in result.reliability)
-    shares = [b.count / total for b in result.reliability]
+    bins = result.reliability
+    confidence, accuracy = [b.confidence for b in bins], [b.accuracy for b in bins]
+    shares = [b.count / sum(b.count for b in bins) for b in bins]
     reliability.bar(confidence, shares, width=0.06, color="#cde", label="share of predictions")
-    reliability.plot(confidence, accuracy, "o-", ms=4)
+    values = [a.value for a in accuracy]
+    reliability.errorbar(confidence, values, yerr=_errors(accuracy), fmt="o-", ms=4, lw=1, capsize=2)
     reliability.legend(fontsize=LEGEND_SIZE)
 
     losses = [score for score in result.scores if score.metric == "loss"]
     label_axes(positions, "tokens before it in the context", "loss (nats per token)", "loss by position")
     places = range(len(losses))
     positions.errorbar(
-        places, [s.estimate.value for s in losses], yerr=_errors(losses), fmt="o-", ms=4, lw=1, capsize=2
+        places,
+        [s.estimate.value for s in losses],
+        yerr=_errors([s.estimate for s in losses]),
+        fmt="o-",
+        ms=4,
+        lw=1,
+        capsize=2,
     )
     positions.set_xticks(places, [s.condition.removesuffix(" before") for s in losses], rotation=40, ha="right")
     return figure
 
 
-def _errors(scores: Sequence[Score]) -> list[list[float]]:
+def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
     """The lengths of the error bars, which matplotlib wants positive."""
-    estimates: list[Estimate] = [score.estimate for score in scores]
     below, above = ([e.value - e.low for e in estimates], [e.high - e.value for e in estimates])
     return [[max(0.0, length) for length in side] for side in (below, above)]

@@ -74,7 +74,7 @@ class ReliabilityBin:
 
     count: int
     confidence: float
-    accuracy: float
+    accuracy: Estimate
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,11 @@ def evaluate_suite(
         scores.append(Score("text", "next token", ALL, metric, estimate, windows))
     for positions, loss in predictions.loss_by_position().items():
         scores.append(Score("text", "next token", f"{positions} before", "loss", loss, windows))
-    bins = predictions.bins().sum(axis=0)
-    reliability = [ReliabilityBin(int(n), total / n, correct / n) for n, total, correct in bins.tolist() if n]
+    reliability = []
+    for sums in predictions.bins().swapaxes(0, 1):
+        if count := int(sums[:, 0].sum()):
+            accuracy = bootstrap(sums, lambda total: total[..., 2] / total[..., 0])
+            reliability.append(ReliabilityBin(count, float(sums[:, 1].sum() / count), accuracy))
     return SuiteResult(scores, reliability, left_out)
 
 
