@@ -254,7 +254,7 @@ def test_predictions(lm, logprobs):
         assert (found.correct[row] == best[len(start) - 1 :]).all()
     right = found.correct == 1
     assert found.confidences[right] == pytest.approx(np.exp(-found.losses[right]), rel=1e-3)
-    with pytest.raises(DataError, match="too short for the suite"):
+    with pytest.raises(DataError, match="tokens, too few for the suite"):
         predict(lm, [Document("text", iter(["How are you?"]))], 8)
 
     class Broken:

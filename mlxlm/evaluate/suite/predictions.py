@@ -20,7 +20,6 @@ from mlxlm.utils.errors import CheckpointError, DataError
 WINDOW = 512  # tokens, fewer if the context or the text is shorter
 _MIN_WINDOWS, _MIN_WINDOW = 8, 16
 _NUM_BINS = 10  # of confidence
-_SHORT_TEXT = "the text is too short for the suite: it has {} tokens"
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,8 @@ def predict(
     tokens = tokens[len(lm.tokenizer.prefix_token_ids) :]
     length = min(length, len(tokens) // _MIN_WINDOWS)
     if length < _MIN_WINDOW:
-        raise DataError(_SHORT_TEXT.format(len(tokens)), f"{_MIN_WINDOWS * _MIN_WINDOW} tokens or more")
+        problem = f"the text has {len(tokens)} tokens, too few for the suite"
+        raise DataError(problem, f"{_MIN_WINDOWS * _MIN_WINDOW} or more")
     count = min(max_windows, len(tokens) // length)
     rows = []
     for i in range(count):

@@ -114,16 +114,14 @@ def evaluate_suite(
         DataError: The text is too short.
         CheckpointError: The model's logits are NaN.
     """
+    text = built_in_text() if documents is None else documents
+    predictions = predict(lm, text, size.windows, lambda *done: progress("Calibration", *done))  # first: it may fail
     scorer = LoglikelihoodScorer(lm)
     left_out: list[str] = []
     scores = _grammar_scores(lm, scorer, size.pairs, seed, progress)
     for task in TASKS:
         scores += _task_scores(lm, scorer, task, size.items, seed, progress, left_out)
     scores += _induction_scores(lm, scorer, size.items, seed, progress, left_out)
-    phase = "Calibration"
-    predictions = predict(
-        lm, built_in_text() if documents is None else documents, size.windows, lambda *done: progress(phase, *done)
-    )
     windows = len(predictions.losses)
     for metric, estimate in (
         (CALIBRATION_ERROR, predictions.calibration_error()),
