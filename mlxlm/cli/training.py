@@ -211,12 +211,15 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
         render.say(f"{run.path} had already finished its {ending.step} steps; nothing was left to do")
         return
     if render.console.is_terminal:
-        steps = read_run(run.path).steps
-        render.say("training loss (nats per token)")
-        points = list(zip(steps["tokens"], steps["loss"], strict=True))
+        history = read_run(run.path)
+        render.say("mean reward" if history.has_rewards else "training loss (nats per token)")
+        values = history.steps["reward" if history.has_rewards else "loss"]
+        points = list(zip(history.steps["tokens"], values, strict=True))
         for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
-    if ending.best_loss is not None:
+    if ending.best_loss is not None and run.settings.grpo is not None:
+        render.say(f"best mean reward of the prompts for validation: {-ending.best_loss:.4f}")
+    elif ending.best_loss is not None:
         speed = f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else ""
         render.say(
             f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
@@ -277,6 +280,8 @@ def _print_event(event: events.Event) -> None:
             f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
             f"of {event.tokens_per_step:,} tokens, {_epochs(event)}"
         )
+    elif isinstance(event, events.Validation) and event.reward is not None:
+        render.say(f"{at}validation: mean reward {event.reward:.4f}{' (best)' if event.best else ''}")
     elif isinstance(event, events.Validation):
         load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
         render.say(

@@ -40,7 +40,7 @@ class TrainingMetrics:
             self._smooth = ExponentialMovingAverage(smoothing_span(event.steps))
         elif isinstance(event, events.Step):
             self._last, self._step, self._steps = event, event.step, event.steps
-            self._loss = self._smooth(event.loss)
+            self._loss = self._smooth(event.metrics.get("reward", event.loss))
         elif isinstance(event, events.Validation) and event.best:
             self._best = event
         elif isinstance(event, events.Paused):
@@ -58,10 +58,16 @@ class TrainingMetrics:
         if step is None:
             return ["compiling the first step"] if self._steps and not self._rest else []
         metrics = [f"loss {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
+        if "reward" in step.metrics:
+            metrics[0] = f"reward {self._loss:.3f}"
+            metrics.append(f"{step.metrics['no_signal']:.0%} of groups without signal")
+            metrics.append(f"{step.metrics['length']:.0f} tokens per answer")
         if step.tokens_per_second:
             metrics.append(f"{step.tokens_per_second:,.0f} tokens/s")
         if self._best:
-            metrics.append(f"best {self._best.bits_per_byte:.3f} bits/byte")
+            best = self._best
+            is_loss = best.reward is None
+            metrics.append(f"best {best.bits_per_byte:.3f} bits/byte" if is_loss else f"best {best.reward:.3f}")
         metrics.append(human_bytes(step.memory))
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops

@@ -36,8 +36,8 @@ def render_page(runs: Sequence[RunHistory], defaults: Callable[[int], Mapping[st
         several=len(runs) > 1,
         runs=runs,
         num_colors=NUM_COLORS,
-        result_header=list(_results(runs[0])),
-        results=[tuple(_results(run).values()) for run in runs],
+        result_header=list(_results(runs[0], runs)),
+        results=[tuple(_results(run, runs).values()) for run in runs],
         figures=_figures(runs),
         differences=_differences(runs),
         details=[_details(run, defaults) for run in runs],
@@ -49,8 +49,9 @@ def _formatted(value: float, unit: Callable[[float], str]) -> str:
 
 
 def _summary(run: RunHistory) -> str:
-    bits = run.best.bits_per_byte if run.best else math.nan
+    *_, bits, _, reward = run.best or (math.nan,) * 5
     best = "" if math.isnan(bits) else f", best {bits:.4f} bits per byte"
+    best += "" if math.isnan(reward) else f", best mean reward {reward:.4f}"
     return f"{_formatted(run.parameters, human_count)} parameters, {run.state} at step {_last_step(run)}{best}"
 
 
@@ -58,18 +59,24 @@ def _last_step(run: RunHistory) -> int:
     return int(run.steps["step"][-1]) if run.steps["step"] else 0
 
 
-def _results(run: RunHistory) -> dict[str, Any]:
+def _results(run: RunHistory, runs: Sequence[RunHistory]) -> dict[str, Any]:
+    """The results of one of `runs`."""
     speeds = sorted(v for v in run.steps["tokens_per_second"] if v > 0)
     memory = [v for v in run.steps["memory"] if not math.isnan(v)]
-    at, loss, bits, _ = run.best or (_MISSING, math.nan, math.nan, math.nan)
+    at, loss, bits, _, reward = run.best or (_MISSING, *(math.nan,) * 4)
+    rewards = {"best mean reward": _formatted(reward, "{:.4f}".format)} if any(r.has_rewards for r in runs) else {}
+    losses = {
+        "best bits per byte": _formatted(bits, "{:.4f}".format),
+        "best loss": _formatted(math.nan if run.has_rewards else loss, "{:.4f}".format),
+    }
     return {
         "run": run.name,
         "state": run.state,
         "parameters": _formatted(run.parameters, human_count),
         "steps": _last_step(run),
         "tokens": _formatted(run.last("tokens"), human_count),
-        "best bits per byte": _formatted(bits, "{:.4f}".format),
-        "best loss": _formatted(loss, "{:.4f}".format),
+        **rewards,
+        **({} if all(r.has_rewards for r in runs) else losses),
         "at step": at,
         "time in steps": _formatted(run.last("seconds"), human_seconds),
         "tokens/s": f"{speeds[len(speeds) // 2]:,.0f}" if speeds else _MISSING,
@@ -84,8 +91,15 @@ def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     def validation(field: str) -> Callable[[RunHistory, int, str], list[Series]]:
         return lambda run, i, axis: [_validation_curve(run, i, axis, field)]
 
+    def smoothed(name: str) -> Callable[[RunHistory, int, str], list[Series]]:
+        return lambda run, i, axis: _smoothed_curves(run, i, axis, name)
+
     return [
-        _figure(runs, "loss (nats per token)", _loss_curves, wide=True),
+        _figure(runs, "mean reward", smoothed("reward"), wide=True),
+        _figure(runs, "share of groups without any signal", metric("no_signal"), from_zero=True),
+        _figure(runs, "tokens per answer", metric("length"), from_zero=True),
+        _figure(runs, "share of truncated answers", metric("truncated"), from_zero=True),
+        _figure(runs, "loss (nats per token)", smoothed("loss"), wide=True),
         _figure(runs, "validation (bits per byte)", validation("bits_per_byte")),
         _figure(runs, "tokens of the busiest expert, relative to the mean", validation("expert_load")),
         _figure(runs, "learning rate", metric("learning_rate"), from_zero=True),
@@ -102,11 +116,14 @@ def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = 
     return Series(f"{run.name}{name}", points, i, style)
 
 
-def _loss_curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+def _smoothed_curves(run: RunHistory, i: int, axis: str, name: str) -> list[Series]:
+    """The curves of the reward, if the run has a reward function, or of the loss: its value is no measure then."""
+    if (name == "reward") != run.has_rewards:
+        return []
     return [
-        _metric_curve(run, i, axis, "loss", "faint", " each step"),
+        _metric_curve(run, i, axis, name, "faint", " each step"),
         _metric_curve(run, i, axis, "smoothed", "line", " smoothed"),
-        _validation_curve(run, i, axis, "loss", " validation"),
+        _validation_curve(run, i, axis, name, " validation"),
     ]
 
 

@@ -14,7 +14,7 @@ _MAX_POINTS = 100  # of a training curve
 
 
 def plot_losses(run: RunHistory, path: Path) -> None:
-    """Draw training and validation loss and the learning rate over tokens.
+    """Draw training and validation loss, or with a reward function the mean rewards, and the learning rate over tokens.
 
     Raises:
         CheckpointError: The file can't be written.
@@ -22,12 +22,14 @@ def plot_losses(run: RunHistory, path: Path) -> None:
     steps = run.steps
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
-    label_axes(axes, "tokens", "loss (nats per token)")
+    metric = "reward" if run.has_rewards else "loss"
+    label_axes(axes, "tokens", "mean reward" if run.has_rewards else "loss (nats per token)")
     count_axis(axes.xaxis)
-    axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
+    axes.plot(steps["tokens"], steps[metric], lw=0.8, color="#9ab", label="training")
     if run.best:
-        points = [(run.x_at_step("tokens", v.step), v.loss) for v in run.validations]
-        label = f"validation (best {run.best.loss:.3f} = {run.best.bits_per_byte:.3f} bits per byte)"
+        points = [(run.x_at_step("tokens", v.step), getattr(v, metric)) for v in run.validations]
+        bits = "" if run.has_rewards else f" = {run.best.bits_per_byte:.3f} bits per byte"
+        label = f"validation (best {getattr(run.best, metric):.3f}{bits})"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
     learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")

@@ -19,6 +19,7 @@ from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.json_files import read_json
 
 METRICS = ("tokens", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+REWARD_METRICS = ("reward", "no_signal", "length", "truncated")  # of a run with a reward function
 _END_EVENTS = ("stopped", "failed", "finished")
 _SHOWN_EVENTS = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_END_EVENTS)
 
@@ -31,12 +32,14 @@ class LoggedValidation(NamedTuple):
         loss: Nats per token.
         bits_per_byte: The same, per byte of text.
         expert_load: Tokens of the busiest expert relative to the mean, of a mixture of experts.
+        reward: Mean reward, of a run with a reward function.
     """
 
     step: int
     loss: float
     bits_per_byte: float
     expert_load: float
+    reward: float
 
 
 @dataclass
@@ -49,7 +52,8 @@ class RunHistory:
         settings: Training settings, from `train.json`.
         model: The model's configuration.
         data: Sizes of the splits.
-        steps: A column for each of `METRICS`, "step" and "smoothed" (the smoothed loss); missing values are NaN.
+        steps: A column for each of `METRICS` and `REWARD_METRICS`, "step", and "smoothed" (the smoothed loss or
+            reward); missing values are NaN.
         validations: In the order of the log.
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
@@ -71,6 +75,11 @@ class RunHistory:
     def best(self) -> LoggedValidation | None:
         """The validation with the lowest loss."""
         return min(self.validations, key=lambda v: v.loss, default=None)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether it is a run with a reward function."""
+        return not math.isnan(self.last("reward"))
 
     @property
     def parameters(self) -> float:
@@ -131,19 +140,20 @@ def _read_data_sizes(folder: Path) -> dict[str, Any]:
 
 
 def _read_log(history: RunHistory, path: Path) -> None:
-    columns = {name: array("d") for name in ("step", "smoothed", *METRICS)}
+    columns = {name: array("d") for name in ("step", "smoothed", *METRICS, *REWARD_METRICS)}
     steps = number(history.settings.get("steps"))
     smooth = ExponentialMovingAverage(smoothing_span(0 if math.isnan(steps) else int(steps)))
     for entry in read_log_entries(path):
         kind, step = entry["event"], entry.get("step", 0)
         if kind == "step" and not math.isnan(loss := number(entry.get("loss"))):
             columns["step"].append(step)
-            columns["smoothed"].append(smooth(loss))
-            for name in METRICS:
+            for name in (*METRICS, *REWARD_METRICS):
                 columns[name].append(number(entry.get(name)))
+            reward = columns["reward"][-1]
+            columns["smoothed"].append(smooth(loss if math.isnan(reward) else reward))
         elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
-            bits_per_byte, load = number(entry.get("bits_per_byte")), number(entry.get("expert_load"))
-            history.validations.append(LoggedValidation(step, loss, bits_per_byte, load))
+            others = (number(entry.get(name)) for name in ("bits_per_byte", "expert_load", "reward"))
+            history.validations.append(LoggedValidation(step, loss, *others))
         elif kind == "sample":
             history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
         elif kind == "checkpoint_saved":

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
         Validation,
     )
     from mlxlm.train.finetune import open_base_model, start_finetune
+    from mlxlm.train.grpo import RewardError, RewardFunction
     from mlxlm.train.loop import train
     from mlxlm.train.run import Run, repeat_run
-    from mlxlm.train.settings import TokenizerOptions, TrainSettings
+    from mlxlm.train.settings import GRPOOptions, TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
+    from mlxlm.train.start_grpo import start_grpo
     from mlxlm.train.step_benchmark import Probe, probe
     from mlxlm.train.throttle import PowerPolicy
     from mlxlm.train.trackers import check_trackers
@@ -38,12 +40,15 @@ __all__ = [
     "CheckpointSaved",
     "Event",
     "Finished",
+    "GRPOOptions",
     "Paused",
     "PowerPolicy",
     "Probe",
     "ProcessGroup",
     "RankLostError",
     "Resumed",
+    "RewardError",
+    "RewardFunction",
     "Run",
     "Sample",
     "Started",
@@ -61,6 +66,7 @@ __all__ = [
     "repeat_run",
     "run_worker",
     "start_finetune",
+    "start_grpo",
     "start_run",
     "train",
 ]

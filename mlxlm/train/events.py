@@ -97,6 +97,21 @@ class Conversations(Event):
 
 
 @dataclass(frozen=True)
+class Prompts(Event):
+    """The data of a run with a reward function.
+
+    Attributes:
+        prompts: Number of prompts to train on.
+        held_out: Number of prompts for validation.
+        longest: Tokens of the longest prompt.
+    """
+
+    prompts: int
+    held_out: int
+    longest: int
+
+
+@dataclass(frozen=True)
 class Started(Event):
     """The loop is ready.
 
@@ -164,6 +179,8 @@ class Validation(Event):
     Attributes:
         best: No earlier validation of the run had a lower loss.
         expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
+        reward: The mean reward of greedy answers to the prompts that are held out. `loss` is its negative then, and
+            perplexity and bits per byte are NaN.
     """
 
     step: int
@@ -173,6 +190,7 @@ class Validation(Event):
     bits_per_byte: float
     best: bool
     expert_load: float | None = None
+    reward: float | None = None
 
 
 @dataclass(frozen=True)

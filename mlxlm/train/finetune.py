@@ -196,7 +196,7 @@ def start_finetune(
         saving_since = time.monotonic()
         with atomic_new_folder(out) as folder:
             run = Run.create(folder, config, final_settings, tokenizer, shards, move_data=True)
-            _save_base(run, base)
+            save_base(run, base)
             if options := read_generation_config(base, str(base.path)).options:
                 GenerationConfig(options).write(folder)
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
@@ -247,7 +247,7 @@ def _default_batch_size(
     return max(1, batch_size)
 
 
-def _save_base(run: Run, base: Checkpoint) -> None:
+def save_base(run: Run, base: Checkpoint) -> None:
     """Save the base model as the checkpoint of step 0, not validated yet."""
     model = Decoder(run.config)
     model.load_weights(list(load_float32_weights(base).items()))

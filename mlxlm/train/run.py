@@ -139,15 +139,16 @@ class Run:
         return Run.open(self.path)
 
     @property
-    def is_finetuning(self) -> bool:
-        """Whether it fine-tunes a model. Then its log begins with `Conversations`."""
-        return next(read_log_entries(self.log_file), {}).get("event") == "conversations"
+    def command(self) -> str:
+        """The command of mlxlm that began it: "pretrain", "finetune" or "grpo". The first event of the log tells."""
+        first = next(read_log_entries(self.log_file), {}).get("event")
+        return {"conversations": "finetune", "prompts": "grpo"}.get(str(first), "pretrain")
 
     @property
     def resume_command(self) -> str:
         """The command that continues this run."""
-        name = "finetune" if self.is_finetuning else "pretrain"
-        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
+        reward = f" --reward {shlex.quote(self.settings.grpo.reward or 'FILE')}" if self.settings.grpo else ""
+        return f"mlxlm {self.command} --resume {shlex.quote(str(self.path))}{reward}"
 
     def worker_config(self) -> dict[str, Any]:
         """Return what a process on another machine needs to take part, as JSON values."""
@@ -327,12 +328,12 @@ def repeat_run(out: Path | str, original: Run) -> Run:
     data of `original` at its location.
 
     Raises:
-        CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
+        CheckpointError: `out` exists, or `original` is not a run of mlxlm pretrain or hasn't finished.
         DataError: The data of `original` has changed or is gone.
     """
-    if original.is_finetuning:
+    if original.command != "pretrain":
         problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
-        raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
+        raise CheckpointError(problem, f"mlxlm {original.command} with --steps, which repeats itself")
     original.check_data()
     events = [entry["event"] for entry in read_log_entries(original.log_file)]
     if "finished" not in events:
