@@ -33,7 +33,7 @@ _UNUSED_SETTINGS = (
 )  # fmt: skip
 _HELP_TEXTS = {
     "batch_size": "Answers per forward pass.  [default: 8 groups]",
-    "learning_rate": "Peak learning rate.  [default: a twentieth of pretrain's, which depends on the model size]",
+    "learning_rate": "Peak learning rate.  [default: a hundredth of pretrain's, which depends on the model size]",
     "weight_decay": "Decoupled weight decay of matrices.  [default: 0]",
     "eval_every": "Steps between validations; 0: only at the end.  [default: a tenth of all steps]",
     "seed": "Random seed of the order of prompts and of the answers.  [default: 0]",
