@@ -42,14 +42,7 @@ _HELP_TEXTS = {
 @training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
 @option("Training length", "--minutes", float, "Time limit.")
-@option(
-    "Data",
-    "--chat-template",
-    str,
-    "Chat template, if the model has none; see mlxlm chat.",
-    metavar="NAME|FILE",
-    advanced=True,
-)
+@training_options.chat_template_option
 @training_options.validation_options("Conversations for validation, instead of a part of DATA.")
 @data_option("on_bad_input", "Data")
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)

@@ -49,14 +49,7 @@ _HELP_TEXTS = {
 @add_options(*(field_option(field) for field in options_of(GRPOOptions).values()))
 @training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over the prompts.  [default: 1]")
-@option(
-    "Data",
-    "--chat-template",
-    str,
-    "Chat template, if the model has none; see mlxlm chat.",
-    metavar="NAME|FILE",
-    advanced=True,
-)
+@training_options.chat_template_option
 @training_options.validation_options("Prompts for validation, instead of a part of PROMPTS.")
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options

@@ -127,7 +127,8 @@ def test_every_epoch_has_each_prompt_once(count, first, number):
     assert list(prompt_order(count, first, number, seed=3)) == whole[first:]
 
 
-def test_sampled_tokens_have_the_same_probability_in_training(new_run, base, tiny_tokenizer, monkeypatch):
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_sampled_tokens_have_the_same_probability_in_training(new_run, base, tiny_tokenizer, monkeypatch, dtype, bound):
     """The engine reports the log-probability of each token that it draws; training computes it from the whole row."""
     found = []
 
@@ -139,14 +140,24 @@ def test_sampled_tokens_have_the_same_probability_in_training(new_run, base, tin
 
     monkeypatch.setattr("mlxlm.train.grpo.run_batch", recording)
     run = new_run("run")
+    run = replace(run, settings=replace(run.settings, dtype=dtype))
     model, _ = load_model(base)
-    batches = GRPOBatches(run, model, tiny_tokenizer, count_letters).read_step(1)
-    assert [batch.tokens.shape[0] for batch in batches] == [4, 4] and model.training
-    for row, logprob in zip((row for batch in batches for row in zip(*batch, strict=True)), found, strict=True):
-        mask = np.arange(len(row[1])) >= len(tiny_tokenizer.encode("the cat sat 1")) - 1
-        mask &= np.arange(len(mask)) < mask.argmax() + row[4]
-        loss, _, _ = grpo_loss(model, mx.array(row[0][None]), mx.array(mask[None].astype(np.float32)))
-        assert loss.item() == pytest.approx(-logprob, abs=1e-4)
+    weights, start = tree_flatten(model.parameters()), len(tiny_tokenizer.encode("the cat sat 1"))
+    grpo = GRPOBatches(run, model, tiny_tokenizer, count_letters)
+    batches = grpo.read_step(1)
+    rows = [(tokens, int(n)) for batch in batches for tokens, n in zip(batch.tokens, batch.length, strict=True)]
+    again, other = (np.concatenate([batch.tokens for batch in grpo.read_step(step)]) for step in (1, 2))
+    assert [len(batch.tokens) for batch in batches] == [4, 4] and model.training
+    assert np.array_equal([tokens for tokens, _ in rows], again)
+    assert len({tuple(tokens[start:]) for tokens in [*again, *other]}) == 16  # all answers have seeds of their own
+    after = dict(tree_flatten(model.parameters()))
+    assert all(mx.array_equal(after[name], weight) for name, weight in weights)
+    model.set_dtype(getattr(mx, dtype))
+    for (tokens, length), logprob in zip(rows, found[:8], strict=True):
+        mask = np.zeros((1, len(tokens) - 1), np.float32)
+        mask[0, start - 1 : start - 1 + length] = 1
+        loss, _, _ = grpo_loss(model, mx.array(tokens[None]), mx.array(mask))
+        assert loss.item() == pytest.approx(-logprob, abs=bound)
 
 
 def test_interrupted_run_samples_the_same_and_is_bit_equal(new_run):
