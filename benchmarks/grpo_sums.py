@@ -30,7 +30,8 @@ KINDS = ("sums", "differences")
 MAX_TOKENS = 48  # the longest right answer has 37
 MODEL = {
     "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
 }  # fmt: skip
 PRETRAINING = (
     "--steps", 135, "--batch-size", 16, "--max-seq-length", 128, "--learning-rate", 4e-3, "--packing", "best-fit",
@@ -44,7 +45,7 @@ REWARD = """def reward(prompt, completion, answer):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a new folder")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--learning-rate", type=float, help="by default that of mlxlm grpo")
     parser.add_argument("--base", type=Path, help="a model to start from, instead of pretraining one")
     options = parser.parse_args()

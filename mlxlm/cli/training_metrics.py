@@ -65,9 +65,9 @@ class TrainingMetrics:
         if step.tokens_per_second:
             metrics.append(f"{step.tokens_per_second:,.0f} tokens/s")
         if self._best:
-            best = self._best
-            is_loss = best.reward is None
-            metrics.append(f"best {best.bits_per_byte:.3f} bits/byte" if is_loss else f"best {best.reward:.3f}")
+            reward = self._best.metrics.get("reward")
+            best = f"{self._best.bits_per_byte:.3f} bits/byte" if reward is None else f"{reward:.3f}"
+            metrics.append(f"best {best}")
         metrics.append(human_bytes(step.memory))
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops

@@ -18,7 +18,7 @@ from mlxlm.utils.json_files import json_line, read_json, read_json_lines, write_
 _EXAMPLE = '{"prompt": "What is 2 + 2?", "answer": "4"} on each line'
 
 
-class Prompt(NamedTuple):
+class PromptRecord(NamedTuple):
     """A prompt.
 
     Attributes:
@@ -32,26 +32,26 @@ class Prompt(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
+def read_prompts(paths: Iterable[str | Path]) -> list[PromptRecord]:
     """Read prompts from files of JSON lines: a text or messages as "prompt", and any other fields.
 
     Raises:
         DataError: A line is malformed or has no prompt, which the message names; or there is no line.
     """
-    prompts: list[Prompt] = []
+    prompts: list[PromptRecord] = []
     for path in paths:
         before = len(prompts)
         for _, location, fields in read_json_lines(path, DataError, _EXAMPLE):
             prompt = fields.pop("prompt", None)
             if not prompt or not isinstance(prompt, str | list):
                 raise DataError(f"{location} has no 'prompt', a text or a list of messages", _EXAMPLE)
-            prompts.append(Prompt(location, prompt, fields))
+            prompts.append(PromptRecord(location, prompt, fields))
         if len(prompts) == before:
             raise DataError(f"{path} has no prompts", _EXAMPLE)
     return prompts
 
 
-def split_prompts(data: DataOptions, seed: int) -> dict[str, list[Prompt]]:
+def split_prompts(data: DataOptions, seed: int) -> dict[str, list[PromptRecord]]:
     """Read the prompts of `data.sources`, and hold out `data.validation`, or `data.validation_fraction` of them.
 
     Returns:
@@ -72,7 +72,7 @@ def split_prompts(data: DataOptions, seed: int) -> dict[str, list[Prompt]]:
     return dict(zip(SPLITS, parts, strict=True))
 
 
-def write_prompts(folder: Path, splits: dict[str, list[Prompt]]) -> None:
+def write_prompts(folder: Path, splits: dict[str, list[PromptRecord]]) -> None:
     """Write the prompts of each split into `folder`, with a manifest that has their number and digest."""
     manifest: dict[str, Any] = {}
     for split, prompts in splits.items():
@@ -82,11 +82,11 @@ def write_prompts(folder: Path, splits: dict[str, list[Prompt]]) -> None:
     write_json(folder / MANIFEST_FILE, manifest)
 
 
-def load_prompts(folder: Path, split: str) -> list[Prompt]:
+def load_prompts(folder: Path, split: str) -> list[PromptRecord]:
     """Read the prompts of a split that `write_prompts` has written. Raises DataError if they can't be read."""
     lines = read_json_lines(_file(folder, split), DataError)
     try:
-        return [Prompt(**fields) for _, _, fields in lines]
+        return [PromptRecord(**fields) for _, _, fields in lines]
     except TypeError:
         raise DataError(f"{_file(folder, split)} has other fields than it was written with", "a new run") from None
 

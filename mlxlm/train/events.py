@@ -147,11 +147,11 @@ class Step(Event):
     Attributes:
         step: Its number, from 1.
         steps: Number of steps of the run. With a time limit, an estimate until the last one.
-        tokens: Tokens seen so far.
+        tokens: Tokens seen so far; of GRPO as many as if all rows had the longest prompt and answer.
         loss: Training loss in nats per token.
         learning_rate: Learning rate.
         grad_norm: Global norm of the gradient before clipping.
-        tokens_per_second: Over the last 50 steps; 0 for the first step.
+        tokens_per_second: Over the last 50 steps; 0 for the first step, and of GRPO.
         seconds: Spent in steps so far, before a resume too, without pauses and rests.
         seconds_left: Until the run ends; from the second step on with all that happens between steps.
         memory: Bytes: on a CPU the memory of the process, on a GPU MLX's peak.
@@ -179,8 +179,8 @@ class Validation(Event):
     Attributes:
         best: No earlier validation of the run had a lower loss.
         expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
-        reward: The mean reward of greedy answers to the prompts that are held out. `loss` is its negative then, and
-            perplexity and bits per byte are NaN.
+        metrics: Metrics by name, as of Step. With a reward function, "reward" is the mean reward of greedy answers to
+            the prompts that are held out; `loss` is its negative, perplexity and bits per byte are NaN.
     """
 
     step: int
@@ -190,7 +190,7 @@ class Validation(Event):
     bits_per_byte: float
     best: bool
     expert_load: float | None = None
-    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

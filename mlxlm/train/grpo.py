@@ -18,10 +18,9 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.chat.chat_encoder import message_encoder
-from mlxlm.data.prompts import Prompt, load_prompts, prompt_order
+from mlxlm.data.prompts import PromptRecord, load_prompts, prompt_order
 from mlxlm.generation import Engine, GenerationOptions, GenerationResult, LoadedModel, Request, run_batch
-from mlxlm.generation.jsonl import EncodedPrompt
-from mlxlm.generation.request import encode_prompt
+from mlxlm.generation.jsonl import EncodedPrompt, PromptEncoder
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
@@ -51,14 +50,14 @@ class Rewards:
 
     function: RewardFunction
 
-    def _arguments(self, prompt: Prompt) -> dict[str, Any]:
+    def _arguments(self, prompt: PromptRecord) -> dict[str, Any]:
         parameters = list(inspect.signature(self.function).parameters.values())
         fields = {name: x for name, x in prompt.fields.items() if name not in [p.name for p in parameters[:2]]}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return fields
         return {p.name: fields[p.name] for p in parameters if p.name in fields}
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
+    def check(self, prompts: Sequence[PromptRecord]) -> None:
         """Raise DataError for a prompt that lacks a field for a parameter of the function."""
         signature = inspect.signature(self.function)
         for prompt in prompts:
@@ -68,7 +67,7 @@ class Rewards:
                 hint = "a function such as def reward(prompt, completion, answer), and a field for each other parameter"
                 raise DataError(f"{prompt.location} doesn't fit the reward function: {error}", hint) from None
 
-    def __call__(self, prompt: Prompt, completion: str) -> float:
+    def __call__(self, prompt: PromptRecord, completion: str) -> float:
         """Return the reward of a completion. Raises RewardError, which names the prompt."""
         try:
             reward = self.function(prompt.prompt, completion, **self._arguments(prompt))
@@ -178,8 +177,7 @@ class GRPOBatches:
         self._settings, self._options = run.settings, run.settings.grpo
         self._lm = LoadedModel(model, tokenizer, run.config, run.path)
         self._prompts, self._held_out = (load_prompts(run.data, split) for split in ("train", "validation"))
-        self._encode, self._reward = PromptEncoder(self._lm), Rewards(reward)
-        self._reward.check([*self._prompts, *self._held_out])
+        self._encode, self._reward = prompt_encoder(self._lm), Rewards(reward)
 
     @property
     def _prompts_per_step(self) -> int:
@@ -215,7 +213,7 @@ class GRPOBatches:
         return float(self._generate(requests, self._held_out)[1].mean())
 
     def _generate(
-        self, requests: Sequence[Request], prompts: Sequence[Prompt]
+        self, requests: Sequence[Request], prompts: Sequence[PromptRecord]
     ) -> tuple[list[GenerationResult], np.ndarray]:
         """Return an answer to each request, and its reward, float64 `[N]`."""
         results: dict[int, GenerationResult] = {}
@@ -277,25 +275,17 @@ def make_batches(
     return [GRPOBatch(*(x[i : i + size] for x in whole)) for i in range(0, len(rows), size)]
 
 
-class PromptEncoder:
-    """Encodes prompts: messages by the chat template; a text as a user's message, or as it is if there is no template.
+def prompt_encoder(lm: LoadedModel) -> Callable[[PromptRecord], EncodedPrompt]:
+    """Return a function that encodes prompts: a text as a user's message, or as it is without a chat template.
 
-    Raises:
-        TokenizerError: The chat template is broken.
+    It raises DataError, with the location of the prompt in front.
     """
+    encoder = PromptEncoder(lm, message_encoder(lm), as_chat=lm.tokenizer.chat_template is not None)
 
-    def __init__(self, lm: LoadedModel):
-        self._lm, self._is_chat = lm, lm.tokenizer.chat_template is not None
-        self._messages = message_encoder(lm, compile_now=self._is_chat)
-
-    def __call__(self, prompt: Prompt) -> EncodedPrompt:
-        """Encode a prompt. Raises the error of `message_encoder` or `encode_prompt`, with the location in front."""
-        text = prompt.prompt
+    def encode(prompt: PromptRecord) -> EncodedPrompt:
         try:
-            if not isinstance(text, str):
-                return self._messages(text)
-            if self._is_chat:
-                return self._messages([{"role": "user", "content": text}])
-            return EncodedPrompt(encode_prompt(self._lm, text), self._lm.eos_token_ids)
+            return encoder.encode({"prompt" if isinstance(prompt.prompt, str) else "messages": prompt.prompt})
         except MlxlmError as error:
             raise error.prefixed(prompt.location, DataError) from None
+
+    return encode

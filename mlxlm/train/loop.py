@@ -119,7 +119,7 @@ def train(
     check_trackers(tensorboard, wandb)
     if (reward is None) != (run.settings.grpo is None):
         problem = "needs its reward function" if reward is None else "has no use for a reward function"
-        raise ConfigError(f"{run.path} {problem}", None if reward is not None else "`reward=FILE`")
+        raise ConfigError(f"{run.path} {problem}", run.resume_command)
     group = process_group or ProcessGroup()
     with run.locked():
         run.check_data()
@@ -291,7 +291,7 @@ class _Trainer:
                 memory = platform.process_memory() if ON_CPU else mx.get_peak_memory()
                 step = Step(
                     self.finished, clock.steps, self.finished * tokens_per_step, loss.item(), learning_rate,
-                    grad_norm.item(), clock.rate(tokens_per_step), clock.step_seconds,
+                    grad_norm.item(), self.rate(), clock.step_seconds,
                     clock.seconds_left(self.finished), memory, {name: x.item() for name, x in metrics.items()},
                 )  # fmt: skip
                 yield step
@@ -316,7 +316,9 @@ class _Trainer:
             return
         for number in numbers:
             self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
-            yield self.batches.read_step(number)
+            with self.clock.measure_step():  # a part of the step
+                batches = self.batches.read_step(number)
+            yield batches
 
     def started(self) -> Started:
         """Return the event that begins the run."""
@@ -349,7 +351,8 @@ class _Trainer:
             is_best = self.best is None or -reward < self.best["loss"]
             if is_best:
                 self.best = {"step": self.finished, "loss": -reward, "bits_per_byte": None}
-            return Validation(self.finished, tokens, -reward, math.nan, math.nan, is_best, reward=reward)
+            metrics = {"reward": reward}
+            return Validation(self.finished, tokens, -reward, math.nan, math.nan, is_best, metrics=metrics)
         with self.step.ema_weights():
             rows = -(-settings.batch_size // self.step.micro_batches)
             sizes = settings.max_seq_length, rows, settings.eval_tokens
@@ -409,9 +412,13 @@ class _Trainer:
         elif event := self.saver.save(state, validation is not None):
             yield event
 
+    def rate(self) -> float:
+        """Tokens per second of the last steps; 0 if there are none, or if their answers have different lengths."""
+        return self.clock.rate(self.run.settings.tokens_per_step) if self.reward is None else 0.0
+
     def result(self) -> Finished:
         """Return the event that ends the run."""
-        rate = self.clock.rate(self.run.settings.tokens_per_step) if self.finished > self.first else None
+        rate = self.rate() if self.finished > self.first else None
         best, memory = self.best or {}, max(self.peak_memory, mx.get_peak_memory())
         loss, bits = best.get("loss"), best.get("bits_per_byte")
         return Finished(self.finished, self.clock.step_seconds, rate, loss, bits, memory, self.run.path)

@@ -20,7 +20,7 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import Budget
 from mlxlm.train.events import Prompts, RunLog
 from mlxlm.train.finetune import save_base
-from mlxlm.train.grpo import PromptEncoder, RewardFunction, Rewards
+from mlxlm.train.grpo import RewardFunction, Rewards, prompt_encoder
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run
@@ -84,7 +84,7 @@ def start_grpo(
     Rewards(reward).check(prompts)
     encoder = chat_encoder(tokenizer, config.eos_token_ids, chat_template)
     tokenizer.chat_template = encoder.source if isinstance(encoder, ChatTemplate) else None
-    encode, longest = PromptEncoder(LoadedModel(Decoder(config), tokenizer, config, base.path)), 0
+    encode, longest = prompt_encoder(LoadedModel(Decoder(config), tokenizer, config, base.path)), 0
     with phase("reading the prompts", None):
         for prompt in prompts:
             length = len(encode(prompt).ids)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import load_model
-from mlxlm.data.prompts import Prompt, prompt_order
+from mlxlm.data.prompts import PromptRecord, prompt_order
 from mlxlm.generation import run_batch
 from mlxlm.train import (
     Finished,
@@ -190,13 +190,14 @@ def test_rewards_rise(new_run):
     rewards = [e.metrics["reward"] for e in events if isinstance(e, Step)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 1
     validations = [e for e in events if isinstance(e, Validation)]
-    best = max(e.reward for e in validations)
-    assert best > validations[0].reward and [e.reward for e in validations if e.best][-1] == best
+    rewards = [e.metrics["reward"] for e in validations]
+    best = max(rewards)
+    assert best > rewards[0] and [e.metrics["reward"] for e in validations if e.best][-1] == best
     state = json.loads((run.path / "checkpoints" / f"step-{run.settings.steps}" / "state.json").read_text())
     assert state["best"]["loss"] == -best
 
 
-PROMPT = Prompt("a.jsonl, line 1", "2 + 2 =", {"answer": "4", "other": 5})
+PROMPT = PromptRecord("a.jsonl, line 1", "2 + 2 =", {"answer": "4", "other": 5})
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,9 @@ def test_start_errors(new_run, tmp_path, prompts):
         new_run("run", batch_size=3)
     assert not (tmp_path / "run").exists()
     run = new_run("run")
-    with pytest.raises(ConfigError, match="run needs its reward function"):
+    with pytest.raises(
+        ConfigError, match="run needs its reward function .try: mlxlm grpo --resume .*run --reward FILE"
+    ):
         finish(run, resume=True)
     (run.data / "validation.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match="validation.jsonl has (changed|other fields)"):
