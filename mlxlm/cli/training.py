@@ -22,7 +22,7 @@ from mlxlm.cli.render import spinner
 from mlxlm.cli.restart import restart_after
 from mlxlm.cli.run_options import runtime_arguments
 from mlxlm.cli.stop_signals import StopRequest
-from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
+from mlxlm.cli.training_metrics import TrainingMetrics, line_chart, metric_texts
 from mlxlm.report import REPORT_FILE, read_run
 from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
@@ -184,6 +184,9 @@ def print_forecast(run: train.Run) -> None:
             f"{entry['prompts']:,} prompts to train on and {entry['held_out']:,} for validation; each step generates "
             f"{size} answers to each of {run.settings.rows_per_step // size} prompts"
         )
+    entry = entry_before_start(run.log_file, "preferences", ("max_seq_length",))
+    if entry and all(number(entry.get(name)) >= 0 for name in ("chosen", "rejected", "too_long", "same")):
+        render.say(_preferences(entry))
     if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted from three steps: {human_seconds(entry['seconds'])} with validation, and "
@@ -208,6 +211,20 @@ def _conversations(entry: dict[str, Any]) -> str:
     return text
 
 
+def _preferences(entry: dict[str, Any]) -> str:
+    """The preferences of a run, and which were left out."""
+    kinds = ("desirable", "undesirable") if entry.get("loss") == "kto" else ("chosen", "rejected")
+    text = f"{entry['chosen']:,} {kinds[0]} and {entry['rejected']:,} {kinds[1]} answers"
+    if entry["same"]:
+        text += f"; {entry['same']:,} rows are left out because both answers are the same"
+    if entry["too_long"]:
+        row = f"a row of {entry['max_seq_length']} tokens"
+        text += f"; {entry['too_long']:,} are left out because they are longer than {row}"
+        if (length := entry.get("suggested_seq_length")) is not None:
+            text += f" (try: --max-seq-length {length})"
+    return text
+
+
 def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> None:
     """Print the loss curve, the result and how to continue, at the end of a run."""
     if isinstance(ending, events.Stopped):
@@ -219,17 +236,17 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
         return
     if render.console.is_terminal:
         history = read_run(run.path)
-        render.say("mean reward" if history.has_rewards else "training loss (nats per token)")
-        values = history.steps["reward" if history.has_rewards else "loss"]
-        points = list(zip(history.steps["tokens"], values, strict=True))
+        render.say(f"training: {history.loss_title}")
+        points = [(history.x_at_step("tokens", step), value) for step, value in history.loss_points]
         for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
     if ending.best_loss is not None and run.settings.grpo is not None:
         render.say(f"best validation: mean reward {-ending.best_loss:.4f}; {human_seconds(ending.seconds)} of steps")
     elif ending.best_loss is not None:
         speed = f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else ""
+        unit = ", chosen answers" if run.settings.has_pairs else " nats per token,"
         render.say(
-            f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
+            f"best validation: {ending.best_loss:.4f}{unit} {ending.bits_per_byte:.4f} bits per byte; "
             f"{speed}{human_seconds(ending.seconds)} of steps"
         )
     if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
@@ -291,10 +308,13 @@ def _print_event(event: events.Event) -> None:
         render.say(f"{at}validation: mean reward {event.metrics['reward']:.4f}{' (best)' if event.best else ''}")
     elif isinstance(event, events.Validation):
         load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
-        render.say(
-            f"{at}validation {event.loss:.4f} nats per token, perplexity "
-            f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}{load}"
-        )
+        tokens = f"perplexity {event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte"
+        if event.metrics:
+            metrics = {name: value for name, value in event.metrics.items() if name != "nll_loss"}  # it is in `tokens`
+            tokens = f"{', '.join(metric_texts(metrics))}; chosen answers: {tokens}"
+        else:
+            tokens = f"nats per token, {tokens}"
+        render.say(f"{at}validation {event.loss:.4f} {tokens}{' (best)' if event.best else ''}{load}")
     elif isinstance(event, events.Sample):
         render.say(f"{at}{event.prompt}{event.text}", style="dim")
     elif isinstance(event, events.CheckpointNotSaved):

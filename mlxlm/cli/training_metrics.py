@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
 from mlxlm.train import events
@@ -57,17 +58,16 @@ class TrainingMetrics:
         step = self._last
         if step is None:
             return ["compiling the first step"] if self._steps and not self._rest else []
-        metrics = [f"loss {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
-        if "reward" in step.metrics:
-            metrics[0] = f"reward {self._loss:.3f}"
-            metrics.append(f"{step.metrics['no_signal']:.0%} of groups without signal")
-            metrics.append(f"{step.metrics['length']:.0f} tokens per answer")
+        name = "reward" if "reward" in step.metrics else "loss"
+        metrics = [f"{name} {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
         if step.tokens_per_second:
             metrics.append(f"{step.tokens_per_second:,.0f} tokens/s")
         if self._best:
-            reward = self._best.metrics.get("reward")
-            best = f"{self._best.bits_per_byte:.3f} bits/byte" if reward is None else f"{reward:.3f}"
+            best = f"{self._best.loss:.3f}" if self._best.metrics else f"{self._best.bits_per_byte:.3f} bits/byte"
+            if "reward" in self._best.metrics:
+                best = f"{self._best.metrics['reward']:.3f}"
             metrics.append(f"best {best}")
+        metrics += metric_texts({key: value for key, value in step.metrics.items() if key != name})
         metrics.append(human_bytes(step.memory))
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops
@@ -95,6 +95,11 @@ class TrainingMetrics:
             return f"{left.strip()}{right}"[:width]
         filled = round(share * room)
         return f"{left}{'━' * filled}{'┄' * (room - filled)}{right}"
+
+
+def metric_texts(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics of a loss that have a value, each with its name."""
+    return [f"{name} {value:.3g}" for name, value in metrics.items() if math.isfinite(value)]
 
 
 def _packed(texts: list[str], width: int) -> list[str]:

@@ -78,6 +78,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk: int | None = None,
     training: bool = False,
+    reduction: str = "sum",
 ) -> mx.array:
     """Compute the weighted sum of `cross_entropy(hidden @ weightᵀ, targets)` without all logits in memory.
 
@@ -94,15 +95,18 @@ def linear_cross_entropy(
         chunk: Rows of logits in memory at a time. None chooses for the device.
         training: Whether to compute the gradients along with the loss (Hsu et al. 2024, "Liger Kernel", section 3.2).
             Otherwise, taking a gradient computes the logits twice.
+        reduction: "sum"; or "none" for the loss of each position, without `weights` and `training`.
 
     Returns:
-        The loss in nats, a float32 scalar.
+        The loss in nats, a float32 scalar; without reduction float32 `[N]`.
     """
     weights = mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
     if bias is not None:  # as one more input, which is 1; it takes a copy of the weight
         hidden = mx.concatenate([hidden, mx.ones((len(hidden), 1), hidden.dtype)], axis=1)
         weight = mx.concatenate([weight, bias[:, None]], axis=1)
     rows = chunk or chunk_rows(weight.shape[0])
+    if reduction == "none":
+        return _unreduced(rows, softcap)(hidden, weight, targets)
     return _function(rows, softcap, training)(hidden, weight, targets, weights)[0]
 
 
@@ -117,8 +121,8 @@ def _function(rows: int, softcap: float | None, training: bool) -> Callable[...,
 
     @mx.custom_function
     def loss(*arrays: mx.array) -> tuple[mx.array, ...]:
-        total, gradients = _chunked(list(arrays), rows, softcap, training)
-        return total, *gradients
+        losses, gradients = _chunked(list(arrays), rows, softcap, training)
+        return losses[0], *gradients
 
     @loss.vjp
     def loss_vjp(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
@@ -129,24 +133,46 @@ def _function(rows: int, softcap: float | None, training: bool) -> Callable[...,
     return loss
 
 
+@cache
+def _unreduced(rows: int, softcap: float | None) -> Callable[..., mx.array]:
+    """Make the function (hidden, weight, targets) -> losses of the positions."""
+
+    @mx.custom_function
+    def losses(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
+        arrays = [hidden, weight, targets, mx.ones(targets.shape)]
+        return mx.concatenate(_chunked(arrays, rows, softcap, training=False, reduce=False)[0])
+
+    @losses.vjp
+    def losses_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> list[mx.array]:
+        gradients = _chunked([*primals, cotangent], rows, softcap, True)[1]  # the cotangents are weights of a sum
+        scaled = [g.astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
+        return [*scaled, mx.zeros_like(primals[2])]
+
+    return losses
+
+
 def _chunked(
-    arrays: list[mx.array], rows: int, softcap: float | None, training: bool
-) -> tuple[mx.array, list[mx.array]]:
-    """Return the loss of (hidden, weight, targets, weights) and, if `training`, the gradients of hidden and weight."""
+    arrays: list[mx.array], rows: int, softcap: float | None, training: bool, reduce: bool = True
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Return the loss of (hidden, weight, targets, weights) and, if `training`, the gradients of hidden and weight.
+
+    The loss is one scalar, or without `reduce` the weighted losses of each chunk, `[n]`.
+    """
     hidden, weight, targets, weights = arrays
     chunks = -(-len(targets) // rows)
     ends = [i * len(targets) // chunks for i in range(1, chunks)]  # chunks of about the same size
-    total, weight_grad = None, None
+    weight_grad = None
+    losses: list[mx.array] = []
     hidden_grads: list[mx.array] = []
     for part in zip(*(mx.split(x, ends) for x in (hidden, targets, weights)), strict=True):
-        if total is not None:  # only one chunk's logits at a time: wait for the last chunk
-            part = mx.depends(list(part), [total, *hidden_grads[-1:], *([weight_grad] if training else [])])
+        if losses:  # only one chunk's logits at a time: wait for the last chunk
+            part = mx.depends(list(part), [losses[-1], *hidden_grads[-1:], *([weight_grad] if training else [])])
         loss, logit_grads = _chunk(part[0], weight, part[1], part[2], softcap)
-        total = loss if total is None else total + loss
+        losses = [losses[0] + loss.sum()] if reduce and losses else [*losses, loss.sum() if reduce else loss]
         if training:
             hidden_grads.append(eval_point(logit_grads @ weight))
             weight_grad = _add_product(weight_grad, logit_grads.T, part[0])
-    return total, [mx.concatenate(hidden_grads), weight_grad] if training else []
+    return losses, [mx.concatenate(hidden_grads), weight_grad] if training else []
 
 
 def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
@@ -160,7 +186,10 @@ def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
 def _chunk(
     hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array, softcap: float | None
 ) -> tuple[mx.array, mx.array]:
-    """Return the loss of one chunk, and the gradient of the logits before the soft cap in the dtype of `hidden`."""
+    """Return the weighted losses of one chunk, `[n]`, and in the dtype of `hidden` the gradient of the logits.
+
+    The gradient is that of their sum, with respect to the logits before the soft cap.
+    """
     logits = (hidden @ weight.T).astype(mx.float32)
     if softcap is not None:
         capped = mx.tanh(logits / softcap)
@@ -177,4 +206,4 @@ def _chunk(
     logit_grads = mx.put_along_axis(logit_grads, targets, at_target, axis=-1)
     if softcap is not None:
         logit_grads = logit_grads * (1 - capped.square())
-    return (losses * weights).sum(), logit_grads.astype(hidden.dtype)
+    return (losses * weights).squeeze(-1), logit_grads.astype(hidden.dtype)

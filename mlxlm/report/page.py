@@ -13,6 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from mlxlm.report.curves import block_means
 from mlxlm.report.html import NUM_COLORS, Series, chart, format_value, render_html, single_values
 from mlxlm.report.log_entries import number
 from mlxlm.report.runs import RunHistory
@@ -22,6 +23,7 @@ REPORT_MARKER = "<!-- a report of mlxlm -->"  # a new report may replace a file 
 _MAX_SAMPLES, _MAX_SAMPLE_CHARS, _MAX_EVENTS = 40, 4000, 200  # shown per run
 _CHART_SIZE, _NARROW_SIZE, _WIDE_SIZE = (400, 240), (400, 280), (1160, 330)
 _MAX_POINTS = 1200  # of a curve, divided by the number of runs
+_MAX_METRIC_POINTS = 100  # of the noisy metrics of a loss
 _MISSING = "–"
 
 
@@ -49,9 +51,8 @@ def _formatted(value: float, unit: Callable[[float], str]) -> str:
 
 
 def _summary(run: RunHistory) -> str:
-    *_, bits, _, reward = run.best or (math.nan,) * 5
+    bits = run.best.bits_per_byte if run.best else math.nan
     best = "" if math.isnan(bits) else f", best {bits:.4f} bits per byte"
-    best += "" if math.isnan(reward) else f", best mean reward {reward:.4f}"
     return f"{_formatted(run.parameters, human_count)} parameters, {run.state} at step {_last_step(run)}{best}"
 
 
@@ -63,8 +64,8 @@ def _results(run: RunHistory, runs: Sequence[RunHistory]) -> dict[str, Any]:
     """The results of one of `runs`."""
     speeds = sorted(v for v in run.steps["tokens_per_second"] if v > 0)
     memory = [v for v in run.steps["memory"] if not math.isnan(v)]
-    at, loss, bits, _, reward = run.best or (_MISSING, *(math.nan,) * 4)
-    rewards = {"best mean reward": _formatted(reward, "{:.4f}".format)} if any(r.has_rewards for r in runs) else {}
+    at, loss, bits, _ = run.best or (_MISSING, math.nan, math.nan, math.nan)
+    rewards = {"best mean reward": _formatted(-loss, "{:.4f}".format)}
     losses = {
         "best bits per byte": _formatted(bits, "{:.4f}".format),
         "best loss": _formatted(math.nan if run.has_rewards else loss, "{:.4f}".format),
@@ -75,8 +76,7 @@ def _results(run: RunHistory, runs: Sequence[RunHistory]) -> dict[str, Any]:
         "parameters": _formatted(run.parameters, human_count),
         "steps": _last_step(run),
         "tokens": _formatted(run.last("tokens"), human_count),
-        **rewards,
-        **({} if all(r.has_rewards for r in runs) else losses),
+        **(rewards if all(other.has_rewards for other in runs) else losses),
         "at step": at,
         "time in steps": _formatted(run.last("seconds"), human_seconds),
         "tokens/s": f"{speeds[len(speeds) // 2]:,.0f}" if speeds else _MISSING,
@@ -91,15 +91,10 @@ def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     def validation(field: str) -> Callable[[RunHistory, int, str], list[Series]]:
         return lambda run, i, axis: [_validation_curve(run, i, axis, field)]
 
-    def smoothed(name: str) -> Callable[[RunHistory, int, str], list[Series]]:
-        return lambda run, i, axis: _smoothed_curves(run, i, axis, name)
-
+    names = sorted({name for run in runs for name in run.loss_metrics} - {"reward"})
     return [
-        _figure(runs, "mean reward", smoothed("reward"), wide=True),
-        _figure(runs, "share of groups without any signal", metric("no_signal"), from_zero=True),
-        _figure(runs, "tokens per answer", metric("length"), from_zero=True),
-        _figure(runs, "share of truncated answers", metric("truncated"), from_zero=True),
-        _figure(runs, "loss (nats per token)", smoothed("loss"), wide=True),
+        _figure(runs, " and ".join(dict.fromkeys(run.loss_title for run in runs)), _loss_curves, wide=True),
+        *(_figure(runs, name, _loss_metric(name)) for name in names),
         _figure(runs, "validation (bits per byte)", validation("bits_per_byte")),
         _figure(runs, "tokens of the busiest expert, relative to the mean", validation("expert_load")),
         _figure(runs, "learning rate", metric("learning_rate"), from_zero=True),
@@ -116,20 +111,35 @@ def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = 
     return Series(f"{run.name}{name}", points, i, style)
 
 
-def _smoothed_curves(run: RunHistory, i: int, axis: str, name: str) -> list[Series]:
-    """The curves of the reward, if the run has a reward function, or of the loss: its value is no measure then."""
-    if (name == "reward") != run.has_rewards:
-        return []
+def _loss_curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+    if run.has_rewards:
+        return _loss_metric("reward")(run, i, axis)
     return [
-        _metric_curve(run, i, axis, name, "faint", " each step"),
+        _metric_curve(run, i, axis, "loss", "faint", " each step"),
         _metric_curve(run, i, axis, "smoothed", "line", " smoothed"),
-        _validation_curve(run, i, axis, name, " validation"),
+        _validation_curve(run, i, axis, "loss", " validation"),
     ]
 
 
 def _validation_curve(run: RunHistory, i: int, axis: str, field: str, name: str = "") -> Series:
     points = [(run.x_at_step(axis, v.step), getattr(v, field)) for v in run.validations]
     return Series(f"{run.name}{name}", points, i, "dots", name.strip())
+
+
+def _loss_metric(metric: str) -> Callable[[RunHistory, int, str], list[Series]]:
+    """The curves of a metric of the loss: its mean over neighboring steps, and that of validations."""
+
+    def curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+        steps, validations = (
+            [(run.x_at_step(axis, step), value) for step, value in metrics.get(metric, [])]
+            for metrics in (run.loss_metrics, run.validation_metrics)
+        )
+        return [
+            Series(run.name, block_means(steps, _MAX_METRIC_POINTS), i),
+            Series(f"{run.name} validation", validations, i, "dots", "validation"),
+        ]
+
+    return curves
 
 
 def _figure(

@@ -14,29 +14,45 @@ _MAX_POINTS = 100  # of a training curve
 
 
 def plot_losses(run: RunHistory, path: Path) -> None:
-    """Draw training and validation loss, or with a reward function the mean rewards, and the learning rate over tokens.
+    """Draw training and validation loss and the learning rate over tokens, and below them metrics of the loss.
+
+    Of a run with a reward function, draw the mean rewards instead.
 
     Raises:
         CheckpointError: The file can't be written.
     """
-    steps = run.steps
-    figure = new_figure(8, 4.5)
-    axes = figure.add_subplot()
-    metric = "reward" if run.has_rewards else "loss"
-    label_axes(axes, "tokens", "mean reward" if run.has_rewards else "loss (nats per token)")
+    steps, has_metrics = run.steps, bool(run.loss_metrics) and not run.has_rewards
+    figure = new_figure(8, 9 if has_metrics else 4.5)
+    axes = figure.add_subplot(2 if has_metrics else 1, 1, 1)
+    label_axes(axes, "tokens", run.loss_title)
     count_axis(axes.xaxis)
-    axes.plot(steps["tokens"], steps[metric], lw=0.8, color="#9ab", label="training")
+    points = [(run.x_at_step("tokens", step), value) for step, value in run.loss_points]
+    _plot(axes, points, lw=0.8, color="#9ab", label="training")
     if run.best:
-        points = [(run.x_at_step("tokens", v.step), getattr(v, metric)) for v in run.validations]
-        bits = "" if run.has_rewards else f" = {run.best.bits_per_byte:.3f} bits per byte"
-        label = f"validation (best {getattr(run.best, metric):.3f}{bits})"
+        sign, bits = (-1, "") if run.has_rewards else (1, f", {run.best.bits_per_byte:.3f} bits per byte")
+        points = [(run.x_at_step("tokens", v.step), sign * v.loss) for v in run.validations]
+        label = f"validation (best {sign * run.best.loss:.3f}{bits})"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
     learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")
     learning_rate.set_ylabel("learning rate (dotted)")
     learning_rate.set_ylim(bottom=0)
     axes.legend(loc="upper right")
+    if has_metrics:
+        _plot_loss_metrics(figure.add_subplot(2, 1, 2), run)
     save_figure(figure, path)
+
+
+def _plot_loss_metrics(axes: Any, run: RunHistory) -> None:
+    """Draw the metrics of the loss: training as lines, validation as dots."""
+    label_axes(axes, "tokens", "metrics (dots: validation)")
+    count_axis(axes.xaxis)
+    for i, (name, values) in enumerate(sorted(run.loss_metrics.items())):
+        points = [(run.x_at_step("tokens", step), value) for step, value in values]
+        _plot(axes, block_means(points, _MAX_POINTS), color=f"C{i % 10}", lw=1.3, label=name)
+        dots = [(run.x_at_step("tokens", step), value) for step, value in run.validation_metrics.get(name, [])]
+        _plot(axes, dots, "o", ms=3, color=f"C{i % 10}")
+    axes.legend(fontsize=LEGEND_SIZE)
 
 
 def plot_runs(runs: Mapping[str, RunHistory], path: Path) -> None:

@@ -19,7 +19,8 @@ from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.json_files import read_json
 
 METRICS = ("tokens", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
-REWARD_METRICS = ("reward", "no_signal", "length", "truncated")  # of a run with a reward function
+_OTHER_FIELDS = ("event", "step", "steps", "seconds_left", "time", "perplexity", "bits_per_byte", "best", "expert_load")
+_MAX_LOSS_METRICS = 20
 _END_EVENTS = ("stopped", "failed", "finished")
 _SHOWN_EVENTS = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_END_EVENTS)
 
@@ -32,14 +33,12 @@ class LoggedValidation(NamedTuple):
         loss: Nats per token.
         bits_per_byte: The same, per byte of text.
         expert_load: Tokens of the busiest expert relative to the mean, of a mixture of experts.
-        reward: Mean reward, of a run with a reward function.
     """
 
     step: int
     loss: float
     bits_per_byte: float
     expert_load: float
-    reward: float
 
 
 @dataclass
@@ -52,12 +51,13 @@ class RunHistory:
         settings: Training settings, from `train.json`.
         model: The model's configuration.
         data: Sizes of the splits.
-        steps: A column for each of `METRICS` and `REWARD_METRICS`, "step", and "smoothed" (the smoothed loss or
-            reward); missing values are NaN.
+        steps: A column for each of `METRICS`, "step" and "smoothed" (the smoothed loss); missing values are NaN.
         validations: In the order of the log.
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
         num_saved: Checkpoints saved.
+        loss_metrics: Metrics of the loss by name, such as "rewards/margins": (step, value) of steps.
+        validation_metrics: The same of validations.
     """
 
     name: str
@@ -70,6 +70,8 @@ class RunHistory:
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     num_saved: int = 0
+    loss_metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    validation_metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def best(self) -> LoggedValidation | None:
@@ -79,7 +81,21 @@ class RunHistory:
     @property
     def has_rewards(self) -> bool:
         """Whether it is a run with a reward function."""
-        return not math.isnan(self.last("reward"))
+        return "reward" in self.loss_metrics
+
+    @property
+    def loss_title(self) -> str:
+        """The loss with its unit, as the label of an axis; or the reward, since the loss of GRPO is no measure."""
+        name = self.settings.get("loss", "cross_entropy")
+        if self.has_rewards:
+            return "mean reward"
+        return "loss (nats per token)" if name == "cross_entropy" else f"{name} loss"
+
+    @property
+    def loss_points(self) -> list[tuple[int, float]]:
+        """What `loss_title` names, as (step, value) of each step."""
+        losses = zip(map(int, self.steps["step"]), self.steps["loss"], strict=True)
+        return self.loss_metrics["reward"] if self.has_rewards else list(losses)
 
     @property
     def parameters(self) -> float:
@@ -140,20 +156,21 @@ def _read_data_sizes(folder: Path) -> dict[str, Any]:
 
 
 def _read_log(history: RunHistory, path: Path) -> None:
-    columns = {name: array("d") for name in ("step", "smoothed", *METRICS, *REWARD_METRICS)}
+    columns = {name: array("d") for name in ("step", "smoothed", *METRICS)}
     steps = number(history.settings.get("steps"))
     smooth = ExponentialMovingAverage(smoothing_span(0 if math.isnan(steps) else int(steps)))
     for entry in read_log_entries(path):
         kind, step = entry["event"], entry.get("step", 0)
         if kind == "step" and not math.isnan(loss := number(entry.get("loss"))):
             columns["step"].append(step)
-            for name in (*METRICS, *REWARD_METRICS):
+            columns["smoothed"].append(smooth(loss))
+            for name in METRICS:
                 columns[name].append(number(entry.get(name)))
-            reward = columns["reward"][-1]
-            columns["smoothed"].append(smooth(loss if math.isnan(reward) else reward))
+            _add_metrics(history.loss_metrics, entry)
         elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
-            others = (number(entry.get(name)) for name in ("bits_per_byte", "expert_load", "reward"))
-            history.validations.append(LoggedValidation(step, loss, *others))
+            bits_per_byte, load = number(entry.get("bits_per_byte")), number(entry.get("expert_load"))
+            history.validations.append(LoggedValidation(step, loss, bits_per_byte, load))
+            _add_metrics(history.validation_metrics, entry)
         elif kind == "sample":
             history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
         elif kind == "checkpoint_saved":
@@ -161,3 +178,10 @@ def _read_log(history: RunHistory, path: Path) -> None:
         elif kind in _SHOWN_EVENTS:
             history.events.append(entry)
     history.steps = columns
+
+
+def _add_metrics(metrics: dict[str, list[tuple[int, float]]], entry: Mapping[str, Any]) -> None:
+    """Add the other numbers of a log entry, which are metrics of the loss."""
+    for name in entry.keys() - {*METRICS, *_OTHER_FIELDS}:
+        if not math.isnan(value := number(entry[name])) and (name in metrics or len(metrics) < _MAX_LOSS_METRICS):
+            metrics.setdefault(name, []).append((entry["step"], value))

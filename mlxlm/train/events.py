@@ -112,6 +112,29 @@ class Prompts(Event):
 
 
 @dataclass(frozen=True)
+class Preferences(Event):
+    """The data of a run that learns preferences.
+
+    Attributes:
+        loss: Its loss: "dpo", "orpo" or "kto".
+        chosen: Chosen or desirable answers.
+        rejected: Rejected or undesirable answers.
+        too_long: Pairs that were left out because an answer with its prompt is longer than a row.
+        same: Rows that were left out because both answers are the same.
+        max_seq_length: Tokens of a row.
+        suggested_seq_length: A length with which fewer are left out, if the model's context allows one.
+    """
+
+    loss: str
+    chosen: int
+    rejected: int
+    too_long: int
+    same: int
+    max_seq_length: int
+    suggested_seq_length: int | None
+
+
+@dataclass(frozen=True)
 class Started(Event):
     """The loop is ready.
 
@@ -179,8 +202,9 @@ class Validation(Event):
     Attributes:
         best: No earlier validation of the run had a lower loss.
         expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
-        metrics: Metrics by name, as of Step. With a reward function, "reward" is the mean reward of greedy answers to
-            the prompts that are held out; `loss` is its negative, perplexity and bits per byte are NaN.
+        metrics: Metrics of the loss by name, as of Step. With preferences `perplexity` and `bits_per_byte` are those of
+            the chosen answers. With a reward function, "reward" is the mean reward of greedy answers to the prompts
+            that are held out; `loss` is its negative, and perplexity and bits per byte are NaN.
     """
 
     step: int

@@ -6,6 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
 from mlxlm.train.events import Conversations, RunLog
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.optimizers import default_learning_rate
+from mlxlm.train.preferences import PreferenceEncoder, compute_reference_logps
 from mlxlm.train.run import Run, TrainState
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import (
@@ -41,6 +43,7 @@ from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
 DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
+PREFERENCE_EPOCHS = {"dpo": 1.0, "kto": 1.0}  # as Zephyr and TRL's examples; ORPO learns the answers, too
 DEFAULT_SEQ_LENGTH = 512
 FINETUNE_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}  # of every fine-tuning run
 _MIN_STEPS_PER_EPOCH = 8  # fewer and larger steps learn little from few conversations
@@ -49,6 +52,7 @@ _MIN_STEPS = 200  # with a time limit, if a batch size of one row allows them
 # 2e-5. A model of 0.3M reached 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting
 # 0.12 first.
 _LR_FRACTION = 0.2
+_PREFERENCE_LR_FRACTIONS = {"dpo": 0.01, "kto": 0.01, "orpo": 0.08}
 
 
 class ConversationEncoder(Protocol):
@@ -152,7 +156,8 @@ def start_finetune(
         base: The model, of `open_base_model`.
         tokenizer: Its tokenizer, of `open_base_model`.
         encoder: Encodes conversations by a chat template.
-        data: Paths of JSON lines with "messages"; or DataOptions.
+        data: Paths of JSON lines with "messages"; with the setting `loss` "dpo", "orpo" or "kto" those of
+            preferences, see `PreferenceEncoder`; or DataOptions.
         budget: How long to train, unless `settings` have "steps". Default: 3 epochs.
         settings: Fields of `TrainSettings`, except those of FINETUNE_SETTINGS. The learning rate defaults to a fifth of
             that of pretraining. The batch size defaults to 16, less if an epoch would have fewer than 8 steps or the
@@ -170,25 +175,35 @@ def start_finetune(
     config = _config_to_tune(base.config, encoder)
     values.setdefault("max_seq_length", min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings))
     peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
-    values.setdefault("learning_rate", _LR_FRACTION * peak)
+    loss = values.get("loss", TrainSettings.loss)
+    values.setdefault("learning_rate", _PREFERENCE_LR_FRACTIONS.get(loss, _LR_FRACTION) * peak)
     draft = TrainSettings.provisional(values)
     if draft.max_seq_length > config.max_position_embeddings:
         problem = f"sequences of {draft.max_seq_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"`max_seq_length={config.max_position_embeddings}` or less")
-    check_memory(config, draft, preset="")
+    check_memory(config, replace(draft, batch_size=draft.batch_size * (2 if draft.has_pairs else 1)), preset="")
+
+    def row_encoder() -> RowEncoder | PreferenceEncoder:
+        length = draft.max_seq_length
+        return PreferenceEncoder(encoder, loss, length) if draft.has_pairs else RowEncoder(encoder, length)
+
     with working_folder(out) as workspace:
-        rows, limited = RowEncoder(encoder, draft.max_seq_length), None
+        rows, limited = row_encoder(), None
         if budget.minutes is not None:
 
             def prepare_sample(sample: DataOptions, folder: Path) -> None:
-                prepare_shards(sample, tokenizer, folder, draft.seed, encode=RowEncoder(encoder, draft.max_seq_length))
+                prepare_shards(sample, tokenizer, folder, draft.seed, encode=row_encoder())
 
             data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
         shards = prepare_shards(data, tokenizer, workspace / "data", draft.seed, phase, rows)
+        if loss in ("dpo", "kto"):
+            with phase("computing reference log-probabilities", None):
+                compute_reference_logps(_load_base(base, config, draft.dtype), shards, draft)
         num_rows = count_rows(shards, draft)
         values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
         if budget.minutes is None:
-            epochs, rows_per_step = budget.epochs or DEFAULT_EPOCHS, TrainSettings.provisional(values).rows_per_step
+            epochs = budget.epochs or PREFERENCE_EPOCHS.get(loss, DEFAULT_EPOCHS)
+            rows_per_step = TrainSettings.provisional(values).rows_per_step
             values["steps"] = budget.steps or max(1, math.ceil(epochs * num_rows / rows_per_step))
             values.setdefault("eval_every", max(1, values["steps"] // 10))
         final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
@@ -243,15 +258,20 @@ def _default_batch_size(
         with phase(MEASURING_LABEL, None):
             seconds = budget.compute_seconds_left()
             tokens = seconds / seconds_per_token(config, seconds, values, finetuning=True)
-        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.max_seq_length * accumulation)))
+        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.tokens_per_step / settings.batch_size)))
     return max(1, batch_size)
 
 
 def save_base(run: Run, base: Checkpoint) -> None:
     """Save the base model as the checkpoint of step 0, not validated yet."""
-    model = Decoder(run.config)
-    model.load_weights(list(load_float32_weights(base).items()))
     mx.random.seed(run.settings.seed)
-    step = TrainStep(model, run.settings)
+    step = TrainStep(_load_base(base, run.config), run.settings)
     mx.eval(step.state)
     run.save_checkpoint(step, TrainState())
+
+
+def _load_base(base: Checkpoint, config: ModelConfig, dtype: str = "float32") -> Decoder:
+    model = Decoder(config)
+    model.load_weights(list(load_float32_weights(base).items()))
+    model.set_dtype(getattr(mx, dtype))
+    return model

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
@@ -25,7 +24,6 @@ from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.prompts import verify_prompts
 from mlxlm.data.shards import verify_shards
-from mlxlm.evaluate import evaluate_dataset
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.model.experts import expert_load
@@ -45,14 +43,15 @@ from mlxlm.train.events import (
     TrainingWarning,
     Validation,
 )
-from mlxlm.train.grpo import GRPOBatches, RewardError, RewardFunction, grpo_loss
+from mlxlm.train.grpo import GRPOBatches, RewardError, RewardFunction
 from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
+from mlxlm.train.objectives import make_loss, open_batches, open_validation, validate
 from mlxlm.train.run import Run, TrainState, read_repeat_plan
 from mlxlm.train.run_clock import RunClock
-from mlxlm.train.step import NamedArrays, TrainStep, cross_entropy_loss
+from mlxlm.train.step import NamedArrays, TrainStep
 from mlxlm.train.throttle import PowerPolicy, Throttle
 from mlxlm.train.trackers import Trackers, check_trackers
-from mlxlm.train.worker import start_workers, step_batches
+from mlxlm.train.worker import start_workers
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError, TrainingError
 from mlxlm.utils.formatting import human_seconds
 
@@ -197,8 +196,7 @@ class _Trainer:
         self.model = Decoder(run.config, dropout=settings.dropout)
         self.model.init_weights(settings.seed)
         mx.random.seed(settings.seed)
-        loss = partial(grpo_loss, temperature=settings.grpo.temperature) if settings.grpo else cross_entropy_loss
-        self.step = TrainStep(self.model, settings, self.group, loss)
+        self.step = TrainStep(self.model, settings, self.group, make_loss(settings))
         checkpoint = run.load_checkpoint(self.step)
         state = TrainState.from_dict(checkpoint)
         self.first = self.finished = self.current = state.step
@@ -207,8 +205,8 @@ class _Trainer:
         if self.reward is not None:
             self.batches = GRPOBatches(run, self.model, self.tokenizer, self.reward)
         else:
-            self.batches = step_batches(run, self.group)
-            self.validation_data = TokenDataset.open(run.data, "validation")
+            self.batches = open_batches(run.data, settings, self.group)
+            self.validation_data = open_validation(run.data, settings)
         uniform_loss = math.log(run.config.vocab_size)
         self.spike_detector = SpikeDetector(settings.spike_threshold, uniform_loss, state.spike_detector)
         forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
@@ -355,10 +353,8 @@ class _Trainer:
             return Validation(self.finished, tokens, -reward, math.nan, math.nan, is_best, metrics=metrics)
         with self.step.ema_weights():
             rows = -(-settings.batch_size // self.step.micro_batches)
-            sizes = settings.max_seq_length, rows, settings.eval_tokens
-            masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
             with expert_load(self.model.layers) as load:
-                result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
+                result = validate(self.model, self.validation_data, settings, rows, settings.eval_tokens)
                 busiest = load()
         if not math.isfinite(result.loss):
             raise self.divergence_error(f"the validation loss is {result.loss}")
@@ -371,7 +367,8 @@ class _Trainer:
         if self.finished == self.clock.steps and threshold and best["loss"] > uniform + threshold:
             problem = f"the best validation loss is {best['loss']:.2f}, that of a uniform distribution {uniform:.2f}"
             raise self.divergence_error(problem)
-        return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best, busiest)
+        scores = result.loss, result.perplexity, result.bits_per_byte
+        return Validation(self.finished, tokens, *scores, is_best, busiest, result.metrics)
 
     def sample(self) -> Sample:
         """Generate a sample text with a fixed seed, with the EMA weights if there are any."""

@@ -142,7 +142,8 @@ class Run:
     def command(self) -> str:
         """The command of mlxlm that began it: "pretrain", "finetune" or "grpo". The first event of the log tells."""
         first = next(read_log_entries(self.log_file), {}).get("event")
-        return {"conversations": "finetune", "prompts": "grpo"}.get(str(first), "pretrain")
+        commands = {"conversations": "finetune", "preferences": "finetune", "prompts": "grpo"}
+        return commands.get(str(first), "pretrain")
 
     @property
     def resume_command(self) -> str:

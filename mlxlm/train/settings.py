@@ -16,6 +16,7 @@ from mlxlm.data.options import PACKINGS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+LOSSES = ("cross_entropy", "dpo", "orpo", "kto")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 
 # The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
@@ -90,6 +91,12 @@ class TrainSettings:
     )
     document_mask: bool = _batches(False, "Let tokens attend only to their own document; 2 to 5% more work on a CPU.")
     mask_prompt: bool = option(False, "Of conversations, learn the assistant's messages only.")
+    loss: str = option("cross_entropy", "Loss; dpo, orpo and kto learn from preferences.", choices=LOSSES)
+    beta: float = option(
+        0.1,
+        "Of DPO and KTO: a larger one stays closer to MODEL; of ORPO the weight of the odds ratio.",
+        above=0,
+    )
     optimizer: str = _optimizer(
         "adamw",
         "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
@@ -217,9 +224,14 @@ class TrainSettings:
         return self.batch_size * self.grad_accumulation_steps
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the data are pairs of documents, see `mlxlm.data.pairs`."""
+        return self.loss in LOSSES[1:]
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, of all processes."""
-        return self.rows_per_step * self.max_seq_length
+        return self.rows_per_step * self.max_seq_length * (2 if self.has_pairs else 1)
 
     def learning_rate_at(self, progress: float) -> float:
         """Return the learning rate of a step after which the share `progress` of the run is over, at most 1."""

@@ -15,7 +15,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.config import ModelConfig
-from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
+from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, prepare, total_bytes
 from mlxlm.data.manifest import prepared_source
 from mlxlm.data.preparation import Encode, training_texts
 from mlxlm.data.sources import unseekable_source
@@ -34,6 +34,7 @@ from mlxlm.train.budget import (
 )
 from mlxlm.train.events import Forecast, ModelSizeChosen, RunLog, TextLimited
 from mlxlm.train.memory_limits import check_memory, fits_memory
+from mlxlm.train.objectives import open_batches, open_validation
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
@@ -226,8 +227,7 @@ def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig
 
 def count_rows(shards: Path, settings: TrainSettings) -> int:
     """Return the rows of an epoch."""
-    data, length, seed = TokenDataset.open(shards, "train"), settings.max_seq_length, settings.seed
-    return TrainBatches(data, 1, length, seed, packing=settings.packing).rows  # batches of 1 need no padding
+    return open_batches(shards, replace(settings, grad_accumulation_steps=1), batch_size=1).rows  # no padding
 
 
 def finalize_settings(
@@ -240,7 +240,8 @@ def finalize_settings(
     Raises:
         DataError: There is nothing to validate on.
     """
-    settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
+    settings = TrainSettings.provisional(values)
+    validation_data = open_validation(shards, settings)
     if not validation_data.bytes or (settings.mask_prompt and not validation_data.num_targets()):
         kind = "answer" if settings.mask_prompt else "text"
         hint = f"more {kind}s, `validation=FILE`, or a larger `validation_fraction`"

@@ -229,7 +229,7 @@ def test_pretraining_on_answers_only_is_no_fine_tuning(new_run):
     run = new_run("answers", mask_prompt=True, packing="best-fit")
     assert run.resume_command == f"mlxlm pretrain --resume {run.path}"
     finish(run, stop_at=2)
-    assert not run.is_finetuning
+    assert run.command == "pretrain"
 
 
 def test_repeat_checks_the_data(stopped, tmp_path):
