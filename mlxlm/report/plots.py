@@ -29,8 +29,9 @@ def plot_losses(run: RunHistory, path: Path) -> None:
     points = [(run.x_at_step("tokens", step), value) for step, value in run.loss_points]
     _plot(axes, points, lw=0.8, color="#9ab", label="training")
     if run.best:
-        sign, bits = (-1, "") if run.has_rewards else (1, f", {run.best.bits_per_byte:.3f} bits per byte")
+        sign = -1 if run.has_rewards else 1
         points = [(run.x_at_step("tokens", v.step), sign * v.loss) for v in run.validations]
+        bits = "" if run.loss_metrics else f" = {run.best.bits_per_byte:.3f} bits per byte"
         label = f"validation (best {sign * run.best.loss:.3f}{bits})"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
@@ -47,8 +48,9 @@ def _plot_loss_metrics(axes: Any, run: RunHistory) -> None:
     """Draw the metrics of the loss: training as lines, validation as dots."""
     label_axes(axes, "tokens", "metrics (dots: validation)")
     count_axis(axes.xaxis)
-    for i, (name, values) in enumerate(sorted(run.loss_metrics.items())):
-        points = [(run.x_at_step("tokens", step), value) for step, value in values]
+    names = [name for name in sorted(run.loss_metrics) if not name.endswith("loss")]  # whose scale is another one
+    for i, name in enumerate(names):
+        points = [(run.x_at_step("tokens", step), value) for step, value in run.loss_metrics[name]]
         _plot(axes, block_means(points, _MAX_POINTS), color=f"C{i % 10}", lw=1.3, label=name)
         dots = [(run.x_at_step("tokens", step), value) for step, value in run.validation_metrics.get(name, [])]
         _plot(axes, dots, "o", ms=3, color=f"C{i % 10}")

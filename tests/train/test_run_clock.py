@@ -174,7 +174,7 @@ def test_data_check_does_not_count_as_saving(new_run, monkeypatch):
         costs.append(self._seconds["save"])
 
     check = nullcontext(SimpleNamespace(done=lambda: False, result=wait))
-    monkeypatch.setattr("mlxlm.train.loop._check_shards", lambda data: check)
+    monkeypatch.setattr("mlxlm.train.loop._check_data", lambda data: check)
     monkeypatch.setattr(RunClock, "lap", record)
     finish(run, now=now, stop_at=12)
     assert waited and 0 < max(costs) < 1
