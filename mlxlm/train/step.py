@@ -291,7 +291,8 @@ class TrainStep:
         self._optimizer.update(self.model, gradients)
         step = self._optimizer.optimizers[0].step
         self._ema.update(update_ema(self._ema, self._parameters(), self.settings.ema_decay, step))
-        return total["loss"] / count, norm, {name: x[0] / x[1] for name, x in total["metrics"].items()}
+        metrics = total.get("metrics", {})  # averaging over processes drops an empty dict
+        return total["loss"] / count, norm, {name: x[0] / x[1] for name, x in metrics.items()}
 
 
 def _named_arrays(batches: Sequence[NamedArrays]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from mlxlm.train import (
     start_grpo,
 )
 from mlxlm.train.grpo import GRPOBatches, Rewards, group_advantages, grpo_loss, make_batches
+from mlxlm.train.objectives import make_loss
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.run_command import run as run_mlxlm
@@ -95,14 +95,22 @@ def test_gradient_equals_that_of_the_published_objective(base, loss_type, temper
 
     settings = some_settings(loss_type=loss_type, temperature=temperature)
     model, _ = load_model(base)
-    step = TrainStep(model, settings, loss=partial(grpo_loss, temperature=temperature))
     batches = make_batches(ROWS, REWARDS, np.zeros(8, bool), settings)
-    sums = step._gradient_sums([{n: mx.array(x) for n, x in batch._asdict().items()} for batch in batches])
-    assert sums["count"].item() == 8
-    found = {name: np.array(gradient) / 8 for name, gradient in tree_flatten(sums["gradients"])}
-    for name, parameter in oracle.named_parameters():
-        wanted = parameter.grad.numpy()
-        assert np.abs(found[name] - wanted).max() < 1e-5 * max(1e-3, np.abs(wanted).max()), name
+
+    def loss_of_all(parameters):
+        model.update(parameters)
+        arrays = [{name: mx.array(x) for name, x in batch._asdict().items()} for batch in batches]
+        return sum(grpo_loss(model, temperature=temperature, **batch)[0] for batch in arrays) / 8
+
+    found = dict(tree_flatten(mx.grad(loss_of_all)(model.trainable_parameters())))
+    gradients = {name: parameter.grad.numpy() for name, parameter in oracle.named_parameters()}
+    for name, wanted in gradients.items():
+        assert np.abs(np.array(found[name]) - wanted).max() < 1e-5 * max(1e-3, np.abs(wanted).max()), name
+    model, _ = load_model(base)
+    step = TrainStep(model, settings, loss=make_loss(settings))
+    _, norm, metrics = step(batches, 1e-3)
+    assert norm.item() == pytest.approx(np.sqrt(sum((g**2).sum() for g in gradients.values())), rel=1e-4)
+    assert metrics["reward"].item() == pytest.approx(REWARDS.mean()) and metrics["length"].item() == 30 / 8
 
 
 @given(st.lists(st.lists(st.integers(-4, 4), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(-9, 9))
