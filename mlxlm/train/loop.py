@@ -346,7 +346,7 @@ class _Trainer:
         if isinstance(self.batches, GRPOBatches):
             with self.evaluation_model():
                 reward = self.batches.mean_reward()
-            is_best = self.best is None or -reward < self.best["loss"]
+            is_best = self.best is None or -reward <= self.best["loss"]  # the latest of equal ones has learned more
             if is_best:
                 self.best = {"step": self.finished, "loss": -reward, "bits_per_byte": None}
             metrics = {"reward": reward}

@@ -51,9 +51,7 @@ def make_loss(settings: TrainSettings) -> Loss:
     return preference_loss(settings.loss, settings.beta) if settings.has_pairs else cross_entropy_loss
 
 
-def open_batches(
-    data: Path, settings: TrainSettings, process_group: ProcessGroup | None = None, batch_size: int | None = None
-) -> TrainBatches:
+def open_batches(data: Path, settings: TrainSettings, process_group: ProcessGroup | None = None) -> TrainBatches:
     """Open the training batches of a run with prepared `data`, or this rank's share of them.
 
     Raises:
@@ -62,7 +60,7 @@ def open_batches(
     """
     group = process_group or ProcessGroup()
     options: dict[str, Any] = {
-        "batch_size": batch_size or settings.batch_size,
+        "batch_size": settings.batch_size,
         "max_seq_length": settings.max_seq_length,
         "seed": settings.seed,
         "rank": group.rank,

@@ -34,7 +34,8 @@ class PreferenceEncoder:
     """Encodes preferences for `prepare`, as pairs of documents of `mlxlm.data.pairs`.
 
     For DPO and ORPO a pair is the chosen and the rejected answer after their prompt. For KTO it is an answer and, after
-    the same prompt, the answer of the row before. Answers after the first difference of two conversations are learned.
+    the same prompt, the answer of the row before; a row with two answers makes two pairs. Of two conversations, the
+    answers from the first difference on are learned.
 
     Args:
         encode: Encodes conversations, see `mlxlm.train.finetune.ConversationEncoder`.

@@ -227,7 +227,7 @@ def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig
 
 def count_rows(shards: Path, settings: TrainSettings) -> int:
     """Return the rows of an epoch."""
-    return open_batches(shards, replace(settings, grad_accumulation_steps=1), batch_size=1).rows  # no padding
+    return open_batches(shards, replace(settings, batch_size=1, grad_accumulation_steps=1)).rows  # no padding
 
 
 def finalize_settings(
