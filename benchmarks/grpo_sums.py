@@ -6,6 +6,10 @@ A model of 0.6M parameters is pretrained on sums and differences of the built-in
 right. Then `mlxlm grpo` trains it with a reward of 1 for a right answer and 0 for a wrong one. Both see no question
 whose numbers are held out (`mlxlm.data.small_world.corpus.held_out_questions`); those are asked before and after,
 greedily, and with four samples at temperature 1. FOLDER is new and keeps both runs, with the picture grpo/loss.png.
+
+Result of 80 steps of 8 groups of 8 answers, in 144 s of CPU time on two cores: right answers to the 84 held-out
+questions from 57.1% to 66.4% at temperature 1, from 78.6% to 85.7% greedily; mean reward from 0.67 in the first tenth
+of the run to 0.76 in the last. With --learning-rate 1.5e-4, three times the default: 63.4% and 81.0%.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from mlxlm.data.small_world.corpus import held_out_questions, is_right, messages
 from mlxlm.data.small_world.tasks import Turn, calculate
 from mlxlm.generation import load
 from mlxlm.report import read_run
+from mlxlm.train import Run
 
 KINDS = ("sums", "differences")
 MAX_TOKENS = 48  # the longest right answer has 37
@@ -71,16 +76,27 @@ def main() -> None:
     )  # fmt: skip
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime
-    after, history = accuracy(folder / "grpo"), read_run(folder / "grpo")
+    run, history = Run.open(folder / "grpo"), read_run(folder / "grpo")
+    after, best = accuracy(run.checkpoints()[-1]), accuracy(run.path)
     rewards = list(history.steps["reward"])
     tenths = [sum(part) / len(part) for part in split(rewards, 10)]
-    rows = [(f"{name}, before and after", f"{before[name]:.1%}, {after[name]:.1%}") for name in before]
+    rows = [
+        (f"{name}: before, after, best checkpoint", f"{before[name]:.1%}, {after[name]:.1%}, {best[name]:.1%}")
+        for name in before
+    ]
     rows += [
         ("mean reward by tenths of the run", " ".join(f"{reward:.2f}" for reward in tenths)),
         ("validation", " ".join(f"{v.step}: {v.reward:.2f}" for v in history.validations)),
         ("CPU time of mlxlm grpo", f"{cpu:.0f} s"),
     ]
-    result = {"benchmark": "grpo_sums", "steps": options.steps, "before": before, "after": after, "rewards": rewards}
+    result = {
+        "benchmark": "grpo_sums",
+        "steps": options.steps,
+        "before": before,
+        "after": after,
+        "best": best,
+        "rewards": rewards,
+    }
     report("sums of the small world, right answers to held-out questions", rows, {**result, "cpu_seconds": cpu})
 
 
