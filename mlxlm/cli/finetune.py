@@ -55,14 +55,7 @@ _PREFERENCE_SETTINGS = {name: options_of(TrainSettings)[name] for name in ("loss
 @training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over DATA.  [default: 3; with --loss dpo or kto 1]")
 @option("Training length", "--minutes", float, "Time limit.")
-@option(
-    "Data",
-    "--chat-template",
-    str,
-    "Chat template, if the model has none; see mlxlm chat.",
-    metavar="NAME|FILE",
-    advanced=True,
-)
+@training_options.chat_template_option
 @training_options.validation_options("Conversations for validation, instead of a part of DATA.")
 @data_option("on_bad_input", "Data")
 @field_option(_PREFERENCE_SETTINGS["loss"], section="Preferences", common=True)

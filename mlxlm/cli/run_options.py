@@ -196,7 +196,8 @@ def runtime_arguments() -> list[str]:
     """The options on the command line for a process that continues this command, except for --micro-batches."""
     context = click.get_current_context()
     arguments = ["--debug"] if context.find_root().meta.get("mlxlm.debug") else []
-    for name in filter(is_given, (*_POWER, *_TRACKERS, "allow_sleep", "as_json", "predict", "compute_budget")):
+    others = ("allow_sleep", "as_json", "predict", "compute_budget", "reward")
+    for name in filter(is_given, (*_POWER, *_TRACKERS, *others)):
         value = context.params.get(name, True)
         arguments += [flag(name)] if value is True else [flag(name), str(value)]
     return arguments

@@ -177,6 +177,13 @@ def print_forecast(run: train.Run) -> None:
     entry = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
     if entry and all(number(entry.get(name)) >= 0 for name in ("split", "cut")):
         render.say(_conversations(entry))
+    entry = entry_before_start(run.log_file, "prompts", ("prompts", "held_out"))
+    if entry and run.settings.grpo is not None:
+        size = run.settings.grpo.num_generations
+        render.say(
+            f"{entry['prompts']:,} prompts to train on and {entry['held_out']:,} for validation; each step generates "
+            f"{size} answers to each of {run.settings.rows_per_step // size} prompts"
+        )
     entry = entry_before_start(run.log_file, "preferences", ("max_seq_length",))
     if entry and all(number(entry.get(name)) >= 0 for name in ("chosen", "rejected", "too_long", "same")):
         render.say(_preferences(entry))
@@ -234,12 +241,14 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
         render.say(f"{run.path} had already finished its {ending.step} steps; nothing was left to do")
         return
     if render.console.is_terminal:
-        steps = read_run(run.path).steps
-        render.say(f"training loss{'' if run.settings.has_pairs else ' (nats per token)'}")
-        points = list(zip(steps["tokens"], steps["loss"], strict=True))
+        history = read_run(run.path)
+        render.say(f"training: {history.loss_title}")
+        points = [(history.x_at_step("tokens", step), value) for step, value in history.loss_points]
         for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
-    if ending.best_loss is not None:
+    if ending.best_loss is not None and run.settings.grpo is not None:
+        render.say(f"best validation: mean reward {-ending.best_loss:.4f}; {human_seconds(ending.seconds)} of steps")
+    elif ending.best_loss is not None:
         speed = f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else ""
         unit = ", chosen answers" if run.settings.has_pairs else " nats per token,"
         render.say(
@@ -251,7 +260,7 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
             f"predicted {human_seconds(entry['step_seconds'])} of steps and {human_bytes(entry['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
         )
-    render.say(f"the loss curve is in {Path(run.path, 'loss.png')}")
+    render.say(f"the {'loss' if run.settings.grpo is None else 'reward'} curve is in {Path(run.path, 'loss.png')}")
 
 
 @contextmanager
@@ -301,6 +310,8 @@ def _print_event(event: events.Event) -> None:
             f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
             f"of {event.tokens_per_step:,} tokens, {_epochs(event)}"
         )
+    elif isinstance(event, events.Validation) and "reward" in event.metrics:
+        render.say(f"{at}validation: mean reward {event.metrics['reward']:.4f}{' (best)' if event.best else ''}")
     elif isinstance(event, events.Validation):
         load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
         tokens = f"perplexity {event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte"

@@ -24,6 +24,8 @@ _MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a sm
 SETTINGS = {name: field for name, field in options_of(TrainSettings).items() if declaration(field).section}
 FLAGS = {name: "--" + name.replace("_", "-") for name in SETTINGS if name != "steps"}
 steps_option = field_option(SETTINGS["steps"])
+_CHAT_TEMPLATE = "Chat template, if the model has none; see mlxlm chat."
+chat_template_option = option("Data", "--chat-template", str, _CHAT_TEMPLATE, metavar="NAME|FILE", advanced=True)
 
 
 def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str] | None = None) -> Callable[..., Any]:

@@ -143,15 +143,17 @@ class Run:
         _write_run_file(self.path, settings, str(location), self.data_digest)
 
     @property
-    def is_finetuning(self) -> bool:
-        """Whether it fine-tunes a model. Then its log begins with `Conversations` or `Preferences`."""
-        return next(read_log_entries(self.log_file), {}).get("event") in ("conversations", "preferences")
+    def command(self) -> str:
+        """The command of mlxlm that began it: "pretrain", "finetune" or "grpo". The first event of the log tells."""
+        first = next(read_log_entries(self.log_file), {}).get("event")
+        commands = {"conversations": "finetune", "preferences": "finetune", "prompts": "grpo"}
+        return commands.get(str(first), "pretrain")
 
     @property
     def resume_command(self) -> str:
         """The command that continues this run."""
-        name = "finetune" if self.is_finetuning else "pretrain"
-        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
+        reward = f" --reward {shlex.quote(self.settings.grpo.reward or 'FILE')}" if self.settings.grpo else ""
+        return f"mlxlm {self.command} --resume {shlex.quote(str(self.path))}{reward}"
 
     def worker_config(self) -> dict[str, Any]:
         """Return what a process on another machine needs to take part, as JSON values."""
@@ -338,7 +340,7 @@ def repeat_run(out: Path | str, original: Run) -> Run:
         DataError: The data of `original` has changed or is gone.
     """
     events = [entry["event"] for entry in read_log_entries(original.log_file)]
-    if original.is_finetuning or "initialized" in events:
+    if original.command != "pretrain" or "initialized" in events:
         problem = f"{original.path} started from a model, and only runs from scratch can be repeated"
         raise CheckpointError(problem, "the command that started it with --steps, which repeats itself")
     original.check_data()
