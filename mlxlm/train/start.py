@@ -15,6 +15,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.config import ModelConfig
+from mlxlm.config.mup import check_mup
 from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
 from mlxlm.data.manifest import prepared_source
 from mlxlm.data.preparation import Encode, training_texts
@@ -135,7 +136,7 @@ def start_run(
         shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
         config, values, choice = _choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
         draft = TrainSettings.provisional(values)
-        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
+        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer, draft.parametrization))
         if not timed:
             values["steps"] = budget.steps or steps_for(budget.tokens, config, draft)
         final, forecast = finalize_settings(config, values, shards, count_rows(shards, draft), budget, phase)
@@ -218,7 +219,9 @@ def with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig:
-    """Return the configuration to train. Raises ConfigError if the machine lacks the memory for it."""
+    """Return the configuration to train. Raises ConfigError if the settings or the memory don't allow it."""
+    if settings.parametrization == "mup":
+        check_mup(config, settings.optimizer)
     config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None)
     check_memory(config, settings)
     return config

@@ -87,7 +87,7 @@ class TrainStep:
         model.model.grad_checkpoint = settings.grad_checkpoint
         for experts in mixtures_of(model.layers):
             experts.router_aux_loss, experts.router_z_loss = settings.router_aux_loss, settings.router_z_loss
-        self._optimizer = make_optimizer(settings)
+        self._optimizer = make_optimizer(settings, model)
         self._optimizer.init(model.trainable_parameters())
         self._ema = (
             {name: mx.array(weight) for name, weight in self._parameters().items()} if settings.ema_decay else {}
