@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm import train
 from mlxlm.cli import render, training_options
 from mlxlm.cli.options import SectionedCommand, json_option, option
 from mlxlm.cli.run_options import pop_runtime_options, runtime_options, sweep_folder, sweep_options
-from mlxlm.cli.training import phase, train_sweep
-from mlxlm.data.options import DataOptions, parse_weighted_sources
+from mlxlm.cli.sweep import open_sweep, train_sweep_runs
 from mlxlm.families import compatibility_warning
+from mlxlm.report import plot_runs, read_run
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
-    from mlxlm.experiments.architecture_comparison import Comparison, Result
+    from mlxlm.experiments.sweep import Comparison, Result
 
 _SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
 _VARIANT = (
@@ -28,7 +26,7 @@ _VARIANT = (
     "dropout and learning_rate work too. Give two or more."
 )
 _TOKENS = "Number of tokens, such as 2e6.  [default: 20 per parameter of the first variant]"
-_MINUTES = "Minutes for the slowest variant; the others get as many tokens."
+_MINUTES = "Minutes per variant on average; all get as many tokens."
 
 
 @click.command("compare-architectures", cls=SectionedCommand)
@@ -49,47 +47,34 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
     All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
     the step and saves; --resume FOLDER continues what is unfinished.
     """
+    from mlxlm.experiments.sweep import Comparison, Halving
+    from mlxlm.experiments.variant import Variant
+
     runtime = pop_runtime_options(options)
     out = sweep_folder(data, options)
-    comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
-    runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
-    errors, exit_code = train_sweep(comparison, runs, **runtime)
+
+    if options.get("minutes"):
+        options["minutes"] *= len(options["variants"])
+
+    def variants() -> list[Variant]:
+        return [Variant.parse(text) for text in options["variants"]]
+
+    comparison = open_sweep(Comparison, data, out, options, variants, Halving(1, 1), runtime["power"].duty_cycle)
+    errors, exit_code = train_sweep_runs(comparison, **runtime)
     results = comparison.results()
     notes = [*errors, *_notes(comparison, results)]
+    plot = comparison.path / comparison.PLOT_FILE
+    plot_runs({result.name: read_run(Path(result.path)) for result in results}, plot)
     if as_json:
         rows = [asdict(result) for result in results]
-        render.emit_json({"path": str(out), "plot": str(comparison.plot()), "variants": rows, "notes": notes})
+        render.emit_json({"path": str(out), "plot": str(plot), "variants": rows, "notes": notes})
     else:
         render.print_table([*map(_row, results)], _HEADER)
         for note in notes:
             render.say(note, style="yellow")
-        render.result(str(comparison.plot()))
+        render.result(str(plot))
     if exit_code:
         raise click.exceptions.Exit(exit_code)
-
-
-def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float) -> Comparison:
-    from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
-
-    if not data:
-        return Comparison.open(out)
-    sources, weights = parse_weighted_sources(data)
-    training_options.reject_unused_settings(options, sources)
-    config = training_options.chosen_config(options)
-    settings = training_options.given_settings(options)
-    settings.setdefault("max_seq_length", training_options.default_max_seq_length(config))
-    comparison = start_comparison(
-        out,
-        DataOptions(sources, weights, **training_options.data_settings(options)),
-        config,
-        [Variant.parse(text) for text in options["variants"]],
-        tokenizer=training_options.given_tokenizer(options),
-        budget=train.Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
-        settings=settings,
-        phase=phase,
-    )
-    training_options.print_skipped(comparison.data)
-    return comparison
 
 
 _HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")

@@ -39,8 +39,7 @@ def make_optimizer(settings: TrainSettings, model: Decoder | None = None) -> opt
     factors = sorted({factor_of(*item) for item in tree_flatten(model.trainable_parameters())})
     groups = [(factor, *pair) for factor in factors for pair in zip(*_optimizers(settings, factor), strict=True)]
     filters = [
-        lambda n, w, f=factor, updates=updates: factor_of(n, w) == f and updates(n, w)
-        for factor, _, updates in groups
+        lambda n, w, f=factor, updates=updates: factor_of(n, w) == f and updates(n, w) for factor, _, updates in groups
     ]
     return _ScaledOptimizers([optimizer for _, optimizer, _ in groups], filters[:-1], [group[0] for group in groups])
 
@@ -122,9 +121,7 @@ def default_weight_decay(optimizer: str, epochs: float) -> float:
     return 10 * usual if epochs > _MANY_EPOCHS else usual
 
 
-def default_learning_rate(
-    config: ModelConfig, optimizer: str = "adamw", parametrization: str = "standard"
-) -> float:
+def default_learning_rate(config: ModelConfig, optimizer: str = "adamw", parametrization: str = "standard") -> float:
     """Return the default peak learning rate: `learning_rate_by_size`, a third of it for post-norm models.
 
     Norms after the addition need a lower rate (Xiong et al. 2020). With them a run of 200 steps may still learn nothing

@@ -219,12 +219,17 @@ def with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig:
-    """Return the configuration to train. Raises ConfigError if the settings or the memory don't allow it."""
+    """Return the configuration to train. Raises ConfigError if it can't be trained here."""
+    config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None)
+    check_trainable(config, settings)
+    return config
+
+
+def check_trainable(config: ModelConfig, settings: TrainSettings) -> None:
+    """Raise ConfigError if µP has no rule for the model, or the machine lacks the memory to train it."""
     if settings.parametrization == "mup":
         check_mup(config, settings.optimizer)
-    config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None)
     check_memory(config, settings)
-    return config
 
 
 def count_rows(shards: Path, settings: TrainSettings) -> int:
