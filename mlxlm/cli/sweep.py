@@ -71,7 +71,7 @@ def sweep(data: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Most combinations are trained on few tokens, the best on more (successive halving), and the best three with several
     seeds, which shows whether the best one is better by more than chance. Each run is an ordinary run in its own
     folder. Ctrl-C finishes the step and saves; --resume FOLDER continues what is unfinished.
-    """
+    """  # noqa: D301 - click's paragraph without wrapping
     from mlxlm.experiments.sweep import Halving, Sweep
     from mlxlm.experiments.sweep_report import plot_sweep, rank, seed_noise, table, write_page
     from mlxlm.experiments.variant import Variation, vary

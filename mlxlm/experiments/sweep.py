@@ -19,8 +19,7 @@ from mlxlm.data import DataOptions, TokenDataset
 from mlxlm.experiments.run_group import RunGroup, is_finished, prepare_shared_data
 from mlxlm.experiments.variant import SETTINGS, Variant, check_names, variant_errors
 from mlxlm.families import config_from_hf, config_to_hf
-from mlxlm.report import read_run
-from mlxlm.report.log_entries import number
+from mlxlm.report import log_entries, read_run
 from mlxlm.train.budget import Budget, check_duration, num_rows
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
@@ -316,7 +315,7 @@ class Sweep(RunGroup):
 
         first = {name: history.steps[name][0] for name in ("tokens", "seconds") if history.steps[name]}
         seconds = last("seconds") - first.get("seconds", 0.0)
-        elapsed = number(read_checkpoint_state(checkpoints[-1]).get("elapsed")) if checkpoints else math.nan
+        elapsed = log_entries.number(read_checkpoint_state(checkpoints[-1]).get("elapsed")) if checkpoints else math.nan
         best = history.best
         memory = [event.get("memory") for event in history.events if event["event"] == "finished"]
         return Result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import mx, optim, tree_flatten
@@ -36,11 +37,12 @@ def make_optimizer(settings: TrainSettings, model: Decoder | None = None) -> opt
     def factor_of(name: str, weight: mx.array) -> float:
         return mup_factors(config, name, weight.ndim, uses_muon)[1]
 
+    def is_updated(factor: float, updates: Filter, name: str, weight: mx.array) -> bool:
+        return factor_of(name, weight) == factor and updates(name, weight)
+
     factors = sorted({factor_of(*item) for item in tree_flatten(model.trainable_parameters())})
     groups = [(factor, *pair) for factor in factors for pair in zip(*_optimizers(settings, factor), strict=True)]
-    filters = [
-        lambda n, w, f=factor, updates=updates: factor_of(n, w) == f and updates(n, w) for factor, _, updates in groups
-    ]
+    filters = [partial(is_updated, factor, updates) for factor, _, updates in groups]
     return _ScaledOptimizers([optimizer for _, optimizer, _ in groups], filters[:-1], [group[0] for group in groups])
 
 
