@@ -84,7 +84,8 @@ def activation_changes(
     def activations() -> dict[str, np.ndarray]:
         inputs = mx.array(tokens[:, :-1])
         states = [residual if h is None else residual + h for residual, h in model.model.layer_states(inputs)]
-        found = {"embedding": states[0], "first layer": states[1], "last layer": states[-1], "logits": model(inputs)}
+        logits = mx.take_along_axis(model(inputs), mx.array(tokens[:, 1:, None]), axis=-1)
+        found = {"embedding": states[0], "first layer": states[1], "last layer": states[-1], "target logits": logits}
         return {name: np.array(value) for name, value in found.items()}
 
     before = activations()

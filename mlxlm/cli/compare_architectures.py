@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mlxlm.cli import render, training_options
+from mlxlm.cli import training_options
 from mlxlm.cli.options import SectionedCommand, json_option, option
-from mlxlm.cli.run_options import pop_runtime_options, runtime_options, sweep_folder, sweep_options
-from mlxlm.cli.sweep import open_sweep, train_sweep_runs
-from mlxlm.families import compatibility_warning
-from mlxlm.report import plot_runs, read_run
-from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
+from mlxlm.cli.run_options import runtime_options, sweep_options
+from mlxlm.cli.sweep import run_sweep
 
-if TYPE_CHECKING:
-    from mlxlm.experiments.sweep import Comparison, Result
-
-_SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
 _VARIANT = (
     'A variant: "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for no change. Settings such as '
     "dropout and learning_rate work too. Give two or more."
@@ -50,58 +40,8 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
     from mlxlm.experiments.sweep import Comparison, Halving
     from mlxlm.experiments.variant import Variant
 
-    runtime = pop_runtime_options(options)
-    out = sweep_folder(data, options)
-
-    if options.get("minutes"):
+    if options["minutes"] is not None:
         options["minutes"] *= len(options["variants"])
 
-    def variants() -> list[Variant]:
-        return [Variant.parse(text) for text in options["variants"]]
-
-    comparison = open_sweep(Comparison, data, out, options, variants, Halving(1, 1), runtime["power"].duty_cycle)
-    errors, exit_code = train_sweep_runs(comparison, **runtime)
-    results = comparison.results()
-    notes = [*errors, *_notes(comparison, results)]
-    plot = comparison.path / comparison.PLOT_FILE
-    plot_runs({result.name: read_run(Path(result.path)) for result in results}, plot)
-    if as_json:
-        rows = [asdict(result) for result in results]
-        render.emit_json({"path": str(out), "plot": str(plot), "variants": rows, "notes": notes})
-    else:
-        render.print_table([*map(_row, results)], _HEADER)
-        for note in notes:
-            render.say(note, style="yellow")
-        render.result(str(plot))
-    if exit_code:
-        raise click.exceptions.Exit(exit_code)
-
-
-_HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    done = human_count(result.tokens) + ("" if result.finished else f" ({result.step} of {result.steps} steps)")
-    return (
-        result.name,
-        f"{result.parameters:,}",
-        done,
-        f"{result.tokens_per_second:,.0f}",
-        human_seconds(result.seconds),
-        "-" if result.memory is None else human_bytes(result.memory),
-        f"{result.learning_rate:.2g}",
-        "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}",
-    )
-
-
-def _notes(comparison: Comparison, results: list[Result]) -> Iterator[str]:
-    """What to keep in mind when reading the table."""
-    sizes = sorted(results, key=lambda result: result.parameters)
-    if sizes and sizes[-1].parameters > (1 + _SIZE_TOLERANCE) * sizes[0].parameters:
-        more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)
-        yield f"{sizes[-1].name} has {more:.0f}% more parameters than {sizes[0].name}, which is a part of its result"
-    if not any("seed" in variant.settings for variant in comparison.variants):
-        yield 'each variant has one seed; a second one shows how much is chance (--variant "again: seed=1")'
-    for variant in comparison.variants:
-        if warning := compatibility_warning(comparison.config_of(variant)):
-            yield f"{variant.name}: {warning}"
+    variants = [Variant.parse(text) for text in options["variants"]]
+    run_sweep(Comparison, data, options, variants, Halving(1, 1), as_json)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,10 +32,7 @@ _VARY = (
     "(hidden_size=64,128), or preset. With --samples also a range, learning_rate=1e-4..1e-2. Repeatable."
 )
 _SAMPLES = "Draw N combinations at random.  [default: all]"
-_REDUCTION = (
-    "Train all combinations on 1/N of the tokens and the best 1/N of them longer, until three are left; 1: train all "
-    "to the end.  [default: 3]"
-)
+_REDUCTION = "Train the best 1/N of the combinations N times as long, until three are left; 1: all.  [default: 3]"
 _SEEDS = "Train the best three with N seeds each.  [default: 3]"
 _TOKENS = "Number of tokens of the longest runs, such as 2e6.  [default: 20 per parameter of the first]"
 _HELP_TEXTS = {
@@ -73,101 +68,82 @@ def sweep(data: tuple[str, ...], as_json: bool, **options: Any) -> None:
     folder. Ctrl-C finishes the step and saves; --resume FOLDER continues what is unfinished.
     """  # noqa: D301 - click's paragraph without wrapping
     from mlxlm.experiments.sweep import Halving, Sweep
-    from mlxlm.experiments.sweep_report import plot_sweep, rank, seed_noise, table, write_page
     from mlxlm.experiments.variant import Variation, vary
+
+    variations = [Variation.parse(text) for text in options["variations"]]
+    if data and not variations:
+        raise click.UsageError("nothing varies (try: --vary learning_rate=1e-3,3e-3)")
+    if options["overrides"] and any(variation.name == "preset" for variation in variations):
+        raise click.UsageError("--set would have no effect: preset varies (try: --vary PART=VALUE)")
+    variants = vary(variations, options["samples"], options["seed"] or 0) if data else []
+    halving = Halving(**given_values({name: options[name] for name in ("reduction_factor", "seeds")}))
+    run_sweep(Sweep, data, options, variants, halving, as_json)
+
+
+def run_sweep(
+    kind: type[Sweep],
+    data: tuple[str, ...],
+    options: dict[str, Any],
+    variants: list[Variant],
+    halving: Halving,
+    as_json: bool,
+) -> None:
+    """Make the sweep of a command, or open that of --resume; train what is unfinished; print the result."""
+    from mlxlm.experiments.sweep import Sweep
+    from mlxlm.experiments.sweep_report import TABLE_HEADER, make_notes, rank, table_row, write_page
 
     runtime = pop_runtime_options(options)
     out = sweep_folder(data, options)
-
-    def variants() -> list[Variant]:
-        variations = [Variation.parse(text) for text in options["variations"]]
-        if not variations:
-            raise click.UsageError("nothing varies (try: --vary learning_rate=1e-3,3e-3)")
-        if options["overrides"] and any(variation.name == "preset" for variation in variations):
-            raise click.UsageError("--set would have no effect: preset varies (try: --vary PART=VALUE)")
-        return vary(variations, options["samples"], options["seed"] or 0)
-
-    halving = Halving(**given_values({name: options[name] for name in ("reduction_factor", "seeds")}))
-    opened = open_sweep(Sweep, data, out, options, variants, halving, runtime["power"].duty_cycle)
-    errors, exit_code = train_sweep_runs(opened, **runtime)
-    results = opened.results()
-    ranks = rank(results)
-    noise, header = seed_noise(ranks), table(ranks, len(opened.counts))
-    notes = [str(noise)] if noise else []
-    if noise is None and any(result.finished for result in results):
-        notes.append("no two combinations have several finished seeds: a difference between them may be chance")
-    notes += errors
-    if ranks and ranks[0].results[0].finished:
-        notes.append(f"options of the best: {_arguments(ranks[0].values)}")
-    plot_sweep(results, opened.path / opened.PLOT_FILE)
-    page = write_page(opened, ranks, notes)
-    if as_json:
-        values = {"path": str(out), "page": str(page), "seed_noise": noise and asdict(noise), "notes": notes}
-        render.emit_json({**values, "runs": [asdict(result) for result in results]})
+    if data:
+        sources, weights = parse_weighted_sources(data)
+        training_options.reject_unused_settings(options, sources)
+        config, settings = training_options.chosen_config(options), training_options.given_settings(options)
+        settings.setdefault("max_seq_length", training_options.default_max_seq_length(config))
+        if options.get("overrides"):
+            names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
+            reserved = training_options.FLAGS | names
+            config = with_overrides(config, options["overrides"], reserved, settings["max_seq_length"])
+        if kind is Sweep:
+            settings.setdefault("eval_every", 0)
+        minutes, duty_cycle = options["minutes"], runtime["power"].duty_cycle
+        sweep = kind.start(
+            out,
+            DataOptions(sources, weights, **training_options.data_settings(options)),
+            config,
+            variants,
+            tokenizer=training_options.given_tokenizer(options),
+            budget=train.Budget(tokens=options["tokens"], minutes=minutes, duty_cycle=duty_cycle),
+            settings=settings,
+            halving=halving,
+            phase=phase,
+        )
+        training_options.print_skipped(sweep.data)
     else:
-        render.print_table(header[1], header[0])
+        sweep = kind.open(out)
+    errors, exit_code = train_sweep(sweep, _runs(sweep), sweep.num_trials, **runtime)
+    results = sweep.results()
+    notes = [*errors, *make_notes(sweep, results)]
+    page, plot = write_page(sweep, results, notes), sweep.path / sweep.PLOT_FILE
+    if as_json:
+        runs = [asdict(result) for result in results]
+        render.emit_json({"path": str(out), "page": str(page), "plot": str(plot), "runs": runs, "notes": notes})
+    else:
+        render.print_table([*map(table_row, rank(results))], TABLE_HEADER)
         for note in notes:
-            render.result(note)
+            render.say(note, style="yellow")
         render.result(str(page))
-    if exit_code and not (errors and any(result.finished for result in results) and exit_code == 1):
+    if exit_code == 1 and kind is Sweep and any(result.finished for result in results):
+        return  # some combinations diverged, which is a result
+    if exit_code:
         raise click.exceptions.Exit(exit_code)
 
 
-def open_sweep(
-    kind: type[Sweep],
-    data: tuple[str, ...],
-    out: Path,
-    options: dict[str, Any],
-    variants: Callable[[], list[Variant]],
-    halving: Halving,
-    duty_cycle: float,
-) -> Sweep:
-    """Open the sweep of --resume, or make one from the options of the command."""
-    if not data:
-        return kind.open(out)
-    sources, weights = parse_weighted_sources(data)
-    training_options.reject_unused_settings(options, sources)
-    config = training_options.chosen_config(options)
-    settings = training_options.given_settings(options)
-    settings.setdefault("max_seq_length", training_options.default_max_seq_length(config))
-    if options.get("overrides"):
-        names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
-        reserved = training_options.FLAGS | names
-        config = with_overrides(config, options["overrides"], reserved, settings["max_seq_length"])
-    if halving.seeds > 1 or halving.reduction_factor > 1:
-        settings.setdefault("eval_every", 0)
-    opened = kind.start(
-        out,
-        DataOptions(sources, weights, **training_options.data_settings(options)),
-        config,
-        variants(),
-        tokenizer=training_options.given_tokenizer(options),
-        budget=train.Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
-        settings=settings,
-        halving=halving,
-        phase=phase,
-    )
-    training_options.print_skipped(opened.data)
-    return opened
-
-
-def train_sweep_runs(opened: Sweep, **runtime: Any) -> tuple[list[str], int]:
-    """Train the unfinished runs of a sweep. Returns what `train_sweep` does."""
-    several = opened.num_trials > len(opened.variants)
-    last = len(opened.counts)
-    runs = (
-        (
-            f"{trial.variant.name}{f', round {trial.round + 1} of {last}' * several}"
-            f"{f', seed {trial.repeat + 1} of {opened.halving.seeds}' if trial.repeat else ''}",
-            partial(opened.open_run, trial, phase),
-        )
-        for trial in opened.trials()
-    )
-    return train_sweep(opened, runs, opened.num_trials, **runtime)
-
-
-def _arguments(values: dict[str, Any]) -> str:
-    """Options of `mlxlm pretrain`."""
-    flags = training_options.FLAGS | {"preset": "--preset"}
-    pairs = [(flags[n], str(v)) if n in flags else ("--set", f"{n}={v}") for n, v in values.items()]
-    return shlex.join([text for pair in pairs for text in pair])
+def _runs(sweep: Sweep) -> Iterator[tuple[str, Callable[[], train.Run]]]:
+    """The runs for `train_sweep`."""
+    for trial in sweep.trials():
+        name, rounds = trial.variant.name, len(sweep.counts)
+        if rounds > 1:
+            name += f", round {trial.round + 1} of {rounds}"
+        if trial.repeat:
+            name += f", seed {trial.repeat + 1} of {sweep.halving.seeds}"
+        yield name, partial(sweep.open_run, trial, phase)

@@ -17,8 +17,9 @@ from mlxlm.utils.errors import ConfigError
 
 PARAMETRIZATIONS = ("standard", "mup")
 MUP_OPTIMIZERS = ("adamw", "muon", "lion")  # Adafactor's updates depend on the size of the weights
-# The model for which both parametrizations are the same: the preset 1m
-_HIDDEN_SIZE, _LAYERS, _HEAD_DIM = 128, 4, 32
+# The model for which both parametrizations are the same. It is small: in larger ones, embeddings then learn faster than
+# matrices.
+_HIDDEN_SIZE, _LAYERS, _HEAD_DIM = 32, 2, 16
 
 
 def mup_factors(config: ModelConfig, name: str, ndim: int, muon: bool = False) -> tuple[float, float]:

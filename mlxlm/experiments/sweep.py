@@ -8,19 +8,20 @@ schedules: in the middle of a schedule low rates look better than they are in th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlxlm.checkpoint.locations import is_run_folder, read_checkpoint_state
 from mlxlm.config import ModelConfig
-from mlxlm.data import DataOptions, TokenDataset
+from mlxlm.data import DataOptions, Manifest
 from mlxlm.experiments.run_group import RunGroup, is_finished, prepare_shared_data
 from mlxlm.experiments.variant import SETTINGS, Variant, check_names, variant_errors
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.report import log_entries, read_run
-from mlxlm.train.budget import Budget, check_duration, num_rows
+from mlxlm.train.budget import Budget, check_duration, fit_token_seconds, num_rows
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
 from mlxlm.train.start import (
@@ -33,7 +34,6 @@ from mlxlm.train.start import (
     steps_for,
     with_tokenizer,
 )
-from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import read_json, write_json
@@ -41,6 +41,7 @@ from mlxlm.utils.json_files import read_json, write_json
 FINALISTS = 3  # variants of the last round, which are repeated with other seeds
 _TARGET_STEPS, _MIN_STEPS = 400, 20  # of a run of the first round, by a time limit
 _RUN_SECONDS = 2.0  # of a run besides steps and validation: loading, saving, plots
+_COLUMNS = ("step", "tokens", "seconds")
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,6 @@ class Halving:
 
     reduction_factor: int = 3
     seeds: int = 3
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if type(value) is not int or not 1 <= value <= 100:
-                raise ConfigError(f"{name} is {value!r}, it must be a whole number from 1 to 100")
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,6 @@ class Result:
         round: The run's round, from 0.
         seed: Its seed.
         path: Its folder.
-        model_type: Model type of its configuration.
         parameters: Number of parameters.
         learning_rate: Peak learning rate.
         step: Last step.
@@ -95,10 +90,9 @@ class Result:
         tokens: Tokens trained on so far.
         seconds: Time of the steps so far.
         elapsed: Time of the run up to its last checkpoint, without pauses.
-        tokens_per_second: Over all steps but the first, which compiles.
+        tokens_per_second: The median over the steps.
         memory: MLX's peak memory in bytes; None if the run is unfinished.
-        loss: Validation loss at the best validation, in nats per token; None before the first one.
-        bits_per_byte: Bits per byte of the best validation.
+        bits_per_byte: Bits per byte of the best validation; None before the first one.
         state: "finished", "failed" (diverged), "stopped" or "not finished".
         finished: Whether the last step is saved.
     """
@@ -108,7 +102,6 @@ class Result:
     round: int
     seed: int
     path: str
-    model_type: str
     parameters: int
     learning_rate: float
     step: int
@@ -118,7 +111,6 @@ class Result:
     elapsed: float
     tokens_per_second: float
     memory: int | None
-    loss: float | None
     bits_per_byte: float | None
     state: str
     finished: bool
@@ -138,6 +130,8 @@ class Sweep(RunGroup):
         costs: With a time limit, for each variant by the benchmark: seconds of a run without its tokens, and per token.
         round_tokens: Tokens of a run of each round that has begun. Without a time limit, of all rounds; [] if the
             settings have the steps of the last round.
+        seconds_before: Time that was spent when the last round began.
+        opened: When this object was made, as of `time.monotonic()`.
     """
 
     config: ModelConfig
@@ -146,6 +140,8 @@ class Sweep(RunGroup):
     seconds: float | None
     costs: tuple[tuple[float, float], ...]
     round_tokens: list[float]
+    seconds_before: float = 0.0
+    opened: float = field(default_factory=time.monotonic, compare=False)
 
     KIND: ClassVar[str] = "sweep"
     FILE: ClassVar[str] = "sweep.json"
@@ -168,41 +164,40 @@ class Sweep(RunGroup):
     ) -> Self:
         """Make the folder `out` for a sweep.
 
-        All variants see the same tokens in the same order, unless a variant has its own `seed` or other batches.
+        All variants see the same tokens in the same order, unless a variant has its own `seed` or other batches. For
+        `data`, `tokenizer`, `phase` and errors, see `start_run`.
 
         Args:
             out: The folder.
-            data: Paths of text, or one folder made by `mlxlm.data.prepare`; or DataOptions.
+            data: The text.
             config: The base model.
             variants: Two or more variants of it.
-            tokenizer: Path of a tokenizer, or TokenizerOptions. None: that of the prepared data, or train one.
+            tokenizer: The tokenizer of all runs.
             budget: `tokens` of a run of the last round, or `minutes` for all runs, with their `duty_cycle`; unless
                 `settings` have "steps". Default: the compute-optimal tokens of the first variant. With minutes, the
                 batch size is fitted to them if nothing sets it.
             settings: Fields of `TrainSettings` of all runs.
             halving: How the budget is divided. Default: all variants are trained to the end, with one seed.
-            phase: See `start_run`.
+            phase: Shows the preparation.
 
         Raises:
             ConfigError: There are fewer than two variants, one can't be trained, or the time is too short.
-            CheckpointError: `out` exists.
-            DataError, TokenizerError: As `start_run`.
         """
         out, data, tokenizer = Path(out), as_data_options(data), as_tokenizer_options(tokenizer)
         budget, settings, halving = budget or Budget(), dict(settings or {}), halving or Halving(1, 1)
-        check_names(variants, cls._reserved_names())
+        check_names(variants)
         shared = TrainSettings.provisional(settings)
         config = config.with_changes(max_position_embeddings=shared.max_seq_length)
         configs = [variant.apply_to(config) for variant in variants]
         check_duration(minutes=budget.minutes, tokens=budget.tokens, steps=settings.get("steps"))
         variant_settings(variants, configs, settings)
         with atomic_new_folder(out) as folder:
-            given, seed = (data, tokenizer, config.vocab_size), shared.seed
-            loaded, shards = prepare_shared_data(folder, *given, seed=seed, phase=phase)
+            vocab_size, seed = config.vocab_size, shared.seed
+            loaded, shards = prepare_shared_data(folder, data, tokenizer, vocab_size, seed=seed, phase=phase)
             configs = [with_tokenizer(variant_config, loaded) for variant_config in configs]
             draft = cls(folder, settings, shards, config, tuple(variants), halving, None, (), [])
             if budget.minutes:
-                draft = draft._with_time_limit(60 * budget.minutes * budget.duty_cycle / 100, configs, phase)
+                draft = draft._with_time_limit(budget, configs, phase)
             elif settings.get("steps") is None:
                 step = variant_settings(variants, configs, settings)[0]
                 tokens = float(steps_for(budget.tokens, configs[0], step) * step.tokens_per_step)
@@ -225,20 +220,19 @@ class Sweep(RunGroup):
         if not all(isinstance(text, str) for text in texts) or any(s.keys() - SETTINGS for s in settings):
             raise ValueError
         config = config_from_hf(values["config"], str(file))
-        check_names(variants, cls._reserved_names())
+        check_names(variants)
         seconds, round_tokens = values.get("seconds"), [float(tokens) for tokens in values.get("round_tokens", ())]
         costs = tuple((float(fixed), float(token)) for fixed, token in values.get("costs", ()))
-        numbers = [*round_tokens, *(n for cost in costs for n in cost), *([] if seconds is None else [float(seconds)])]
-        if not all(0 < n < 1e18 for n in numbers) or (seconds is not None and len(costs) != len(variants)):
+        halving = Halving(**values.get("halving", vars(Halving(1, 1))))  # folders of earlier versions have none
+        positive = all(0 < n < 1e18 for n in (*round_tokens, *sum(costs, ()), 1.0 if seconds is None else seconds))
+        has_length = bool(round_tokens) or values["settings"]["steps"] > 0
+        has_costs = len(costs) == len(variants) if seconds is not None else not costs
+        is_whole = all(type(n) is int and 0 < n <= 100 for n in vars(halving).values())
+        if not (positive and has_length and has_costs and is_whole):
             raise ValueError
-        return {
-            "config": config, "variants": variants, "halving": Halving(**values.get("halving", vars(Halving(1, 1)))),
-            "seconds": seconds, "costs": costs, "round_tokens": round_tokens,
-        }  # fmt: skip
-
-    @classmethod
-    def _reserved_names(cls) -> tuple[str, ...]:
-        return ("data", cls.FILE, cls.PLOT_FILE)
+        times = {"seconds": seconds, "costs": costs, "round_tokens": round_tokens}
+        times["seconds_before"] = float(values.get("seconds_before", 0.0))
+        return {"config": config, "variants": variants, "halving": halving, **times}
 
     @property
     def counts(self) -> list[int]:
@@ -308,14 +302,9 @@ class Sweep(RunGroup):
         """Return the state of a run that has started."""
         run = Run.open(self.path / self.folder(trial))
         history, checkpoints = read_run(run.path), run.checkpoints()
-
-        def last(name: str) -> float:
-            value = history.last(name)
-            return 0.0 if math.isnan(value) else value
-
-        first = {name: history.steps[name][0] for name in ("tokens", "seconds") if history.steps[name]}
-        seconds = last("seconds") - first.get("seconds", 0.0)
-        elapsed = log_entries.number(read_checkpoint_state(checkpoints[-1]).get("elapsed")) if checkpoints else math.nan
+        step, tokens, seconds = (column[-1] if (column := history.steps[name]) else 0.0 for name in _COLUMNS)
+        speeds = sorted(speed for speed in history.steps["tokens_per_second"] if speed > 0)
+        elapsed = log_entries.number(read_checkpoint_state(checkpoints[-1]).get("elapsed")) if checkpoints else 0.0
         best = history.best
         memory = [event.get("memory") for event in history.events if event["event"] == "finished"]
         return Result(
@@ -324,17 +313,15 @@ class Sweep(RunGroup):
             round=trial.round,
             seed=run.settings.seed,
             path=str(run.path),
-            model_type=run.config.model_type,
             parameters=run.config.parameter_count(),
             learning_rate=run.settings.learning_rate,
-            step=int(last("step")),
+            step=int(step),
             steps=run.settings.steps,
-            tokens=int(last("tokens")),
-            seconds=last("seconds"),
-            elapsed=last("seconds") if math.isnan(elapsed) else elapsed,
-            tokens_per_second=(last("tokens") - first.get("tokens", 0.0)) / seconds if seconds > 0 else 0.0,
+            tokens=int(tokens),
+            seconds=seconds,
+            elapsed=elapsed,
+            tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
             memory=memory[-1] if memory else None,
-            loss=best and best.loss,
             bits_per_byte=best and best.bits_per_byte,
             state=history.state,
             finished=is_finished(run),
@@ -350,28 +337,28 @@ class Sweep(RunGroup):
         """Return the length of a run of a round, relative to the last round's."""
         return float(self.halving.reduction_factor) ** (number + 1 - len(self.counts))
 
-    def _with_time_limit(self, seconds: float, configs: Sequence[ModelConfig], phase: Phase) -> Self:
+    def _with_time_limit(self, budget: Budget, configs: Sequence[ModelConfig], phase: Phase) -> Self:
         """Return the sweep with a time limit, and the batch size and first round that follow from a benchmark."""
-        values, validation = dict(self.settings), TokenDataset.open(self.data, "validation")
+        seconds, values, validation_tokens = (
+            budget.seconds_left(),
+            dict(self.settings),
+            Manifest.read(self.data).validation.tokens,
+        )
         fits_batch = "batch_size" not in values and not any("batch_size" in v.settings for v in self.variants)
         if fits_batch:
             values["batch_size"] = 4
-        costs: dict[str, tuple[float, float]] = {}
-        keys = []
-        with phase("benchmarking three training steps of each size", None):
-            for config, settings in zip(configs, variant_settings(self.variants, configs, values), strict=True):
-                keys.append(repr((config, replace(settings, learning_rate=1.0, weight_decay=0.0, seed=0))))
-                if keys[-1] not in costs:
-                    result = probe(config, settings, validation)
-                    once = result.forecast(replace(settings, eval_every=0), validation.manifest.validation.tokens, 1)
-                    costs[keys[-1]] = once.seconds + _RUN_SECONDS, result.step / settings.tokens_per_step
-        sweep = replace(self, seconds=seconds, costs=tuple(costs[key] for key in keys))
-        tokens, shared = sweep._tokens_left(0, self.variants), TrainSettings.provisional(values)
+        drafts = variant_settings(self.variants, configs, values)
+        with phase("benchmarking two model sizes", None):
+            token_seconds = fit_token_seconds(configs, seconds, lambda config: drafts[configs.index(config)])
+        validation = min(validation_tokens, drafts[0].eval_tokens) / 3  # of a training step, a third is forward
+        per_token = [token_seconds(config) * 100 / budget.duty_cycle for config in configs]
+        costs = tuple((_RUN_SECONDS + validation * seconds, seconds) for seconds in per_token)
+        sweep = replace(self, seconds=seconds, costs=costs)
+        tokens = sweep._tokens_left(0, self.variants)
         if fits_batch:
-            row = shared.max_seq_length * shared.grad_accumulation_steps
+            row = drafts[0].max_seq_length * drafts[0].grad_accumulation_steps
             values["batch_size"] = num_rows(max(1.0, tokens) / _TARGET_STEPS, row)
-            shared = TrainSettings.provisional(values)
-        if tokens < (least := _MIN_STEPS * shared.tokens_per_step):
+        if tokens < (least := _MIN_STEPS * TrainSettings.provisional(values).tokens_per_step):
             more = sweep._seconds_for(0, self.variants, least) / 60
             problem = f"in the time, a run of the first round would see {max(0, int(tokens)):,} tokens, too few"
             raise ConfigError(problem, f"`minutes={math.ceil(1.2 * more)}`, or fewer variants")
@@ -383,20 +370,27 @@ class Sweep(RunGroup):
             return
         self.round_tokens.append(max(self.round_tokens[-1], self._tokens_left(number, variants)))
         file = self.path / self.FILE
-        write_json(file, {**read_json(file), "round_tokens": self.round_tokens})
+        times = {"round_tokens": self.round_tokens, "seconds_before": self._seconds_spent()}
+        write_json(file, {**read_json(file), **times})
 
     def _tokens_left(self, number: int, variants: Sequence[Variant]) -> float:
         """Return the tokens of a run of a round with which it and the later ones end in time."""
         assert self.seconds is not None
-        spent = predicted = 0.0
+        spent, predicted = self._seconds_spent(), 0.0
         costs = dict(zip((v.name for v in self.variants), self.costs, strict=True))
         for result in self.results():
             fixed, token = costs[result.name]
-            spent += result.elapsed + _RUN_SECONDS
             predicted += fixed + token * result.tokens
-        seconds = (self.seconds - spent) * (predicted / spent if spent else 1.0)  # as the benchmark would measure them
+        seconds = (self.seconds - spent) * (
+            predicted / spent if predicted else 1.0
+        )  # as the benchmark would measure them
         fixed = self._seconds_for(number, variants, 0)
         return (seconds - fixed) / (self._seconds_for(number, variants, 1) - fixed)
+
+    def _seconds_spent(self) -> float:
+        """Return the time of the sweep so far: by the clock, or at least that of the runs."""
+        runs = sum(result.elapsed + _RUN_SECONDS for result in self.results())
+        return max(runs, self.seconds_before + time.monotonic() - self.opened)
 
     def _seconds_for(self, number: int, variants: Sequence[Variant], tokens: float) -> float:
         """Predict the time of a round, whose runs have `tokens`, and of the later ones."""

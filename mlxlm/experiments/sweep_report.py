@@ -4,48 +4,26 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
-from mlxlm.experiments.sweep import FINALISTS, Result, Sweep
+from mlxlm.experiments.sweep import FINALISTS, Comparison, Result, Sweep
+from mlxlm.families import compatibility_warning
+from mlxlm.report import REPORT_FILE, plot_runs, read_run
 from mlxlm.report.html import render_html
 from mlxlm.utils.files import write_bytes
-from mlxlm.utils.formatting import human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 from mlxlm.utils.plots import LEGEND_SIZE, label_axes, new_figure, save_figure
 
 PAGE_FILE = "sweep.html"
+_SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
 _MAX_LINES = 8  # of a panel; more combinations of the other options have one color
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A variant and the runs of the last round that it reached.
-
-    Attributes:
-        name: The variant.
-        values: What it changes.
-        results: Its finished runs of that round, one for each seed; or the one that failed or is not finished.
-    """
-
-    name: str
-    values: dict[str, Any]
-    results: tuple[Result, ...]
-
-    @property
-    def round(self) -> int:
-        """The round, from 0."""
-        return self.results[0].round
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The mean over the seeds; infinity without a finished run."""
-        values = [r.bits_per_byte for r in self.results if r.finished and r.bits_per_byte is not None]
-        return fmean(values) if values else math.inf
 
 
 @dataclass(frozen=True)
@@ -76,28 +54,38 @@ class SeedNoise:
         )
 
 
-def rank(results: Sequence[Result]) -> list[Rank]:
-    """Return the variants that have runs, the best first: by round, then by bits per byte."""
+Runs = tuple[Result, ...]  # of a variant, in the last round that it reached: the finished ones, or else one
+
+
+def rank(results: Sequence[Result]) -> list[Runs]:
+    """Return the runs of each variant, those of the best variant first: by round, then by bits per byte."""
     by_name: dict[str, list[Result]] = {}
     for result in results:
         by_name.setdefault(result.name, []).append(result)
-    ranks = []
-    for name, runs in by_name.items():
-        latest = [r for r in runs if r.round == max(run.round for run in runs)]
-        ranks.append(Rank(name, runs[0].values, tuple([r for r in latest if r.finished] or latest[:1])))
-    return sorted(ranks, key=lambda r: (-r.round, r.bits_per_byte))
+    latest = [[r for r in runs if r.round == max(run.round for run in runs)] for runs in by_name.values()]
+    ranks = [tuple([r for r in runs if r.finished] or runs[:1]) for runs in latest]
+    return sorted(ranks, key=lambda runs: (-runs[0].round, _mean(runs)))
 
 
-def seed_noise(ranks: Sequence[Rank]) -> SeedNoise | None:
+def _mean(runs: Runs) -> float:
+    """The mean bits per byte; infinity without a finished run."""
+    return fmean(_scores(runs)) if runs[0].finished else math.inf
+
+
+def _scores(runs: Runs) -> list[float]:
+    return [math.nan if run.bits_per_byte is None else run.bits_per_byte for run in runs]
+
+
+def seed_noise(ranks: Sequence[Runs]) -> SeedNoise | None:
     """Compare the two best variants that have several seeds; None if there are fewer than two."""
-    groups = [(r, [run.bits_per_byte or math.nan for run in r.results]) for r in ranks[:FINALISTS] if r.results[1:]]
+    groups = [(runs[0].name, _scores(runs)) for runs in ranks[:FINALISTS] if runs[1:]]
     if len(groups) < 2:
         return None
-    freedom = sum(len(values) - 1 for _, values in groups)
-    deviation = math.sqrt(sum((x - fmean(values)) ** 2 for _, values in groups for x in values) / freedom)
+    freedom = sum(len(scores) - 1 for _, scores in groups)
+    deviation = math.sqrt(sum((x - fmean(scores)) ** 2 for _, scores in groups for x in scores) / freedom)
     (best, first), (second, others) = groups[:2]
     error = deviation * math.sqrt(1 / len(first) + 1 / len(others))
-    return SeedNoise(deviation, best.name, second.name, fmean(others) - fmean(first), _student_t(freedom) * error)
+    return SeedNoise(deviation, best, second, fmean(others) - fmean(first), _student_t(freedom) * error)
 
 
 def _student_t(freedom: int) -> float:
@@ -109,97 +97,100 @@ def _student_t(freedom: int) -> float:
     )  # fmt: skip
 
 
-def table(ranks: Sequence[Rank], rounds: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and the rows of the ranking."""
-    names = list(dict.fromkeys(name for r in ranks for name in r.values))
-    header = (*names, "parameters", "round", "tokens", "seeds", "bits per byte", "", "time")
-    return header, [(*(str(r.values.get(name, "-")) for name in names), *_cells(r, rounds)) for r in ranks]
+TABLE_HEADER = ("variant", "round", "parameters", "tokens", "tokens/s", "time", "memory", "seeds", "bits per byte", "")
 
 
-def _cells(ranked: Rank, rounds: int) -> tuple[str, ...]:
-    result, values = ranked.results[0], [r.bits_per_byte or math.nan for r in ranked.results]
-    score, spread = "-" if math.isinf(ranked.bits_per_byte) else f"{ranked.bits_per_byte:.4f}", ""
+def table_row(runs: Runs) -> tuple[str, ...]:
+    """Return the cells of a variant in the ranking."""
+    result, scores, note = runs[0], _scores(runs), ""
     if not result.finished:
-        spread = "diverged" if result.state == "failed" else f"step {result.step} of {result.steps}"
-    elif len(values) > 1:
-        spread = f"{min(values):.4f} to {max(values):.4f}"
-    seconds = human_seconds(sum(r.elapsed for r in ranked.results))
-    tokens, place = human_count(result.tokens), f"{ranked.round + 1} of {rounds}"
-    return f"{result.parameters:,}", place, tokens, str(len(values)), score, spread, seconds
+        note = "diverged" if result.state == "failed" else f"step {result.step} of {result.steps}"
+    elif len(scores) > 1:
+        note = f"{min(scores):.4f} to {max(scores):.4f}"
+    return (
+        result.name, str(result.round + 1), f"{result.parameters:,}", human_count(result.tokens),
+        f"{result.tokens_per_second:,.0f}", human_seconds(result.elapsed),
+        "-" if result.memory is None else human_bytes(result.memory), str(len(scores)),
+        f"{_mean(runs):.4f}" if result.finished else "-", note,
+    )  # fmt: skip
+
+
+def make_notes(sweep: Sweep, results: Sequence[Result]) -> Iterator[str]:
+    """What to keep in mind when reading the ranking."""
+    if noise := seed_noise(rank(results)):
+        yield str(noise)
+    elif any(result.finished for result in results):
+        yield "no two variants have several seeds: a difference between them may be chance"
+    sizes = sorted(results, key=lambda result: result.parameters)
+    if sizes and sizes[-1].parameters > (1 + _SIZE_TOLERANCE) * sizes[0].parameters:
+        more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)
+        yield f"{sizes[-1].name} has {more:.0f}% more parameters than {sizes[0].name}, which is a part of its result"
+    warnings = {variant.name: compatibility_warning(sweep.config_of(variant)) for variant in sweep.variants}
+    yield from (f"{name}: {warning}" for name, warning in warnings.items() if warning)
 
 
 def plot_sweep(results: Sequence[Result], path: Path) -> None:
     """Draw bits per byte over the values of each option that varies; later rounds have larger dots.
 
     Runs of the first round are joined by lines if they differ only in the option of the panel.
-
-    Raises:
-        CheckpointError: The file can't be written.
     """
     done = [r for r in results if r.finished and r.bits_per_byte is not None]
     names = list(dict.fromkeys(name for r in results for name in r.values))
     figure = new_figure(max(6, 4.5 * len(names)), 4)
     for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
         label_axes(axes, name, "" if name != names[0] else "validation (bits per byte)")
-        _plot_option(axes, name, [r for r in done if name in r.values])
+        own = [r for r in done if name in r.values]
+        position = _set_up_axis(axes, [r.values[name] for r in own])
+        groups: dict[str, list[Result]] = {}
+        for r in own:
+            groups.setdefault(", ".join(f"{key}={v}" for key, v in r.values.items() if key != name), []).append(r)
+        has_legend = 1 < len(groups) <= _MAX_LINES
+        for i, (label, group) in enumerate(groups.items()):
+            color = f"C{i}" if has_legend else "C0"
+            first = sorted((position(r.values[name]), r.bits_per_byte) for r in group if r.round == 0)
+            label = label.replace("$", r"\$")  # which would start a formula
+            axes.plot([x for x, _ in first], [y for _, y in first], color=color, lw=1, alpha=0.6, label=label)
+            for r in group:
+                axes.plot(position(r.values[name]), r.bits_per_byte, "o", color=color, ms=4 + 2 * r.round, alpha=0.8)
+        if has_legend:
+            axes.legend(fontsize=LEGEND_SIZE)
     save_figure(figure, path)
 
 
-def _plot_option(axes: Any, name: str, results: Sequence[Result]) -> None:
-    position = _axis(axes, [result.values[name] for result in results])
-    others = [", ".join(f"{key}={v}" for key, v in r.values.items() if key != name) for r in results]
-    lines = list(dict.fromkeys(others))
-    colored = len(lines) <= _MAX_LINES
-    for i, line in enumerate(lines):
-        color, own = (
-            f"C{i}" if colored else "C0",
-            [r for r, other in zip(results, others, strict=True) if other == line],
-        )
-        first = sorted((position(r.values[name]), r.bits_per_byte) for r in own if r.round == 0)
-        axes.plot([x for x, _ in first], [y for _, y in first], "-", color=color, lw=1, alpha=0.6)
-        for r in own:
-            x, size = position(r.values[name]), 4 + 2 * r.round
-            axes.plot(x, r.bits_per_byte, "o", color=color, ms=size, alpha=0.8, mew=0)
-        if colored and len(lines) > 1:
-            axes.plot([], [], "o-", color=color, label=line.replace("$", r"\$"))
-    if colored and len(lines) > 1:
-        axes.legend(fontsize=LEGEND_SIZE)
-
-
-def _axis(axes: Any, values: Sequence[Any]) -> Any:
-    """Set up the axis of an option, and return the function from a value to its position."""
-    numbers = [_number(value) for value in values]
-    if numbers and all(number is not None for number in numbers):
-        positive = [n for n in numbers if n]
-        if len(positive) == len(numbers) and min(positive) > 0 and max(positive) >= 4 * min(positive):
-            axes.set_xscale("log")
-            if len(set(positive)) <= _MAX_LINES:
-                axes.set_xticks(sorted(set(positive)), [f"{n:g}" for n in sorted(set(positive))])
-                axes.minorticks_off()
-        return _number
-    kinds = list(dict.fromkeys(map(str, values)))
-    axes.set_xticks(range(len(kinds)), kinds)
-    return lambda value: kinds.index(str(value))
-
-
-def _number(value: Any) -> float | None:
+def _set_up_axis(axes: Any, values: Sequence[Any]) -> Callable[[Any], float]:
+    """Label an axis with the values of an option, and return the function from a value to its position."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+        numbers = sorted({float(value) for value in values})
+    except ValueError:
+        kinds = list(dict.fromkeys(map(str, values)))
+        axes.set_xticks(range(len(kinds)), kinds)
+        return lambda value: kinds.index(str(value))
+    if numbers and 0 < 4 * numbers[0] <= numbers[-1]:
+        axes.set_xscale("log")
+    if len(numbers) <= _MAX_LINES:
+        axes.set_xticks(numbers, [f"{n:g}" for n in numbers])
+        axes.minorticks_off()
+    return float
 
 
-def write_page(sweep: Sweep, ranks: Sequence[Rank], notes: Sequence[str]) -> Path:
-    """Write the page with the table, the notes and the picture, and return its path."""
-    header, rows = table(ranks, len(sweep.counts))
-    links = [str(Path(r.results[0].path, "report.html").relative_to(sweep.path)) for r in ranks]
-    page = render_html(
+def write_page(sweep: Sweep, results: Sequence[Result], notes: Sequence[str]) -> Path:
+    """Write the picture, and the page with the ranking, the notes and the picture. Returns the path of the page."""
+    picture, page, ranks = sweep.path / sweep.PLOT_FILE, sweep.path / PAGE_FILE, rank(results)
+    if isinstance(sweep, Comparison):
+        plot_runs({result.name: read_run(Path(result.path)) for result in results}, picture)
+    else:
+        plot_sweep(results, picture)
+    link, rows = Markup('<a href="{}">{}</a>'), []
+    for runs in ranks:
+        report = Path(runs[0].path, REPORT_FILE).relative_to(sweep.path)
+        rows.append((link.format(quote(str(report)), runs[0].name), *table_row(runs)[1:]))
+    html = render_html(
         Path(__file__).with_name("sweep.html"),
         title=f"{sweep.path.absolute().name}: {len(ranks)} variants",
         notes=notes,
-        header=header,
-        rows=list(zip(links, rows, strict=True)),
-        picture=Markup(base64.b64encode((sweep.path / sweep.PLOT_FILE).read_bytes()).decode()),
+        header=TABLE_HEADER,
+        rows=rows,
+        picture=Markup(base64.b64encode(picture.read_bytes()).decode()),
     )
-    write_bytes(sweep.path / PAGE_FILE, page.encode("utf-8", "replace"))
-    return sweep.path / PAGE_FILE
+    write_bytes(page, html.encode("utf-8", "replace"))
+    return page

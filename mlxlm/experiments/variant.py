@@ -24,12 +24,12 @@ SETTINGS = {field.name: str(field.type) for field in fields(TrainSettings)}
 # What all variants share, and why.
 _SHARED = {
     **dict.fromkeys(("steps", "time_limit"), "one budget for all variants"),
-    **dict.fromkeys(
-        ("eval_every", "eval_tokens", "packing", "document_mask", "mask_prompt"), "the same for all variants"
-    ),
+    **dict.fromkeys(("eval_every", "eval_tokens", "packing"), "the same for all variants"),
+    **dict.fromkeys(("document_mask", "mask_prompt"), "the same for all variants"),
     "vocab_size": "one tokenizer for all variants",
     "max_position_embeddings": "max_seq_length",
 }
+_RESERVED_NAMES = ("data", "sweep.html", "sweep.json", "sweep.png", "comparison.json", "comparison.png")
 _MAX_NAME_BYTES = 100  # of a variant's folder; file systems allow 255, and file names are made from it
 
 
@@ -116,8 +116,8 @@ def split_at_commas(text: str) -> list[str]:
     return pieces
 
 
-def check_names(variants: Sequence[Variant], reserved: Sequence[str]) -> None:
-    """Raise ConfigError if there are fewer than two variants, or they can't have a folder each beside `reserved`."""
+def check_names(variants: Sequence[Variant]) -> None:
+    """Raise ConfigError if there are fewer than two variants, or they can't have a folder each."""
     if len(variants) < 2:
         raise ConfigError("there is nothing to compare: two variants are needed", f"{BASE} and positions=alibi")
     # macOS doesn't distinguish names by case or by the composition of accents.
@@ -125,7 +125,7 @@ def check_names(variants: Sequence[Variant], reserved: Sequence[str]) -> None:
     for variant, folder in zip(variants, folders, strict=True):
         if folders.count(folder) > 1:
             raise ConfigError(f"two variants are called {variant.folder}", '"another name: ..."')
-        if folder in reserved:
+        if folder in _RESERVED_NAMES:
             raise ConfigError(f"a variant can't be called {variant.folder}", '"another name: ..."')
         if not variant.name.isprintable() or len(folder.encode()) > _MAX_NAME_BYTES:
             problem = f"{ascii(variant.name[:20])} can't be the name of a variant, which names a folder"
@@ -152,15 +152,15 @@ class Variation:
         name, _, values = (part.strip() for part in text.partition("="))
         low, dots, high = values.partition("..")
         listed = tuple(value.strip() for value in split_at_commas(values))
-        problem, hint = f"{text!r} varies nothing", "learning_rate=1e-3,3e-3, or learning_rate=1e-4..1e-2"
+        hint = "learning_rate=1e-3,3e-3, or learning_rate=1e-4..1e-2"
         if not name or not all(listed):
-            raise ConfigError(problem, hint)
+            raise ConfigError(f"{text!r} varies nothing", hint)
         if not dots:
             return cls(name.replace("-", "_"), listed)
         try:
             bounds = float(low), float(high)
         except ValueError:
-            raise ConfigError(problem, hint) from None
+            bounds = math.nan, math.nan
         if not 0 <= bounds[0] < bounds[1] < math.inf:
             raise ConfigError(f"{text!r} is no range of numbers from 0 up", hint)
         return cls(name.replace("-", "_"), bounds=bounds)
@@ -181,11 +181,8 @@ def vary(variations: Sequence[Variation], samples: int | None = None, seed: int 
     Random draws find a good combination sooner if only some of the options matter (Bergstra & Bengio 2012).
 
     Raises:
-        ConfigError: A range without `samples`, an option twice, or fewer combinations than `samples`.
+        ConfigError: A range without `samples`, fewer combinations than `samples`, or an impossible variant.
     """
-    names = [variation.name for variation in variations]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{twice} is varied twice", f"one list, {twice}=A,B,C")
     if samples is None:
         if ranges := [variation.name for variation in variations if variation.bounds]:
             raise ConfigError(f"{ranges[0]} is a range, of which values are drawn", "`samples=16`, or a list of values")
@@ -198,5 +195,6 @@ def vary(variations: Sequence[Variation], samples: int | None = None, seed: int 
         if len(drawn) < samples:
             raise ConfigError(f"there are fewer than {samples} combinations to draw", f"`samples={len(drawn)}`")
         combinations = list(drawn)
-    texts = [", ".join(f"{name}={value}" for name, value in zip(names, c, strict=True)) for c in combinations]
-    return [Variant.parse(text) for text in texts]
+    names = [variation.name for variation in variations]
+    pairs = [zip(names, combination, strict=True) for combination in combinations]
+    return [Variant.parse(", ".join(f"{name}={value}" for name, value in each)) for each in pairs]

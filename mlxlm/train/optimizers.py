@@ -16,7 +16,7 @@ from mlxlm.train.settings import TrainSettings
 _MUON_MOMENTUM = 0.95  # Jordan et al. 2024; Liu et al. 2025
 _MUON_UPDATE_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al. 2025, 2.2)
 _MANY_EPOCHS = 16  # see `default_weight_decay`
-_MUP_LEARNING_RATE = 6e-3  # of AdamW, at every size: the one of `learning_rate_by_size` for the preset 1m
+_MUP_LEARNING_RATE = 0.01  # of AdamW, at every size: that of the smallest models in `learning_rate_by_size`
 
 Filter = Callable[[str, mx.array], bool]  # whether an optimizer updates the weight of this name
 
