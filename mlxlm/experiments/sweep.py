@@ -41,7 +41,6 @@ from mlxlm.utils.json_files import read_json, write_json
 FINALISTS = 3  # variants of the last round, which are repeated with other seeds
 _TARGET_STEPS, _MIN_STEPS = 400, 20  # of a run of the first round, by a time limit
 _RUN_SECONDS = 2.0  # of a run besides steps and validation: loading, saving, plots
-_COLUMNS = ("step", "tokens", "seconds")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class Result:
         step: Last step.
         steps: Steps of the whole run.
         tokens: Tokens trained on so far.
-        seconds: Time of the steps so far.
         elapsed: Time of the run up to its last checkpoint, without pauses.
         tokens_per_second: The median over the steps.
         memory: MLX's peak memory in bytes; None if the run is unfinished.
@@ -107,7 +105,6 @@ class Result:
     step: int
     steps: int
     tokens: int
-    seconds: float
     elapsed: float
     tokens_per_second: float
     memory: int | None
@@ -302,14 +299,14 @@ class Sweep(RunGroup):
         """Return the state of a run that has started."""
         run = Run.open(self.path / self.folder(trial))
         history, checkpoints = read_run(run.path), run.checkpoints()
-        step, tokens, seconds = (column[-1] if (column := history.steps[name]) else 0.0 for name in _COLUMNS)
+        step, tokens = (column[-1] if (column := history.steps[name]) else 0.0 for name in ("step", "tokens"))
         speeds = sorted(speed for speed in history.steps["tokens_per_second"] if speed > 0)
         elapsed = log_entries.number(read_checkpoint_state(checkpoints[-1]).get("elapsed")) if checkpoints else 0.0
         best = history.best
         memory = [event.get("memory") for event in history.events if event["event"] == "finished"]
         return Result(
             name=trial.variant.name,
-            values=trial.variant.values,
+            values={**trial.variant.parts, **trial.variant.settings},
             round=trial.round,
             seed=run.settings.seed,
             path=str(run.path),
@@ -318,7 +315,6 @@ class Sweep(RunGroup):
             step=int(step),
             steps=run.settings.steps,
             tokens=int(tokens),
-            seconds=seconds,
             elapsed=elapsed,
             tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
             memory=memory[-1] if memory else None,

@@ -22,7 +22,6 @@ from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 from mlxlm.utils.plots import LEGEND_SIZE, label_axes, new_figure, save_figure
 
 PAGE_FILE = "sweep.html"
-_SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
 _MAX_LINES = 8  # of a panel; more combinations of the other options have one color
 
 
@@ -121,10 +120,6 @@ def make_notes(sweep: Sweep, results: Sequence[Result]) -> Iterator[str]:
         yield str(noise)
     elif any(result.finished for result in results):
         yield "no two variants have several seeds: a difference between them may be chance"
-    sizes = sorted(results, key=lambda result: result.parameters)
-    if sizes and sizes[-1].parameters > (1 + _SIZE_TOLERANCE) * sizes[0].parameters:
-        more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)
-        yield f"{sizes[-1].name} has {more:.0f}% more parameters than {sizes[0].name}, which is a part of its result"
     warnings = {variant.name: compatibility_warning(sweep.config_of(variant)) for variant in sweep.variants}
     yield from (f"{name}: {warning}" for name, warning in warnings.items() if warning)
 

@@ -80,11 +80,6 @@ class Variant:
         """Name of its folder."""
         return re.sub(r"[^\w.=-]+", "-", self.name).strip("-.") or "variant"
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """All that it changes."""
-        return {**self.parts, **self.settings}
-
     def apply_to(self, config: ModelConfig) -> ModelConfig:
         """Return the variant's model. Raises ConfigError for overrides that are impossible."""
         with variant_errors(self.name):

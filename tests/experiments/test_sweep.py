@@ -69,7 +69,10 @@ def test_impossible_variations_are_rejected(texts, samples, message):
 
 
 def a_result(trial, score, **changes):
-    values = {field.name: 1 for field in fields(Result)} | {"name": trial.variant.name, "values": trial.variant.values}
+    values = {field.name: 1 for field in fields(Result)} | {
+        "name": trial.variant.name,
+        "values": trial.variant.settings,
+    }
     values |= {"round": trial.round, "seed": trial.repeat, "bits_per_byte": score, "finished": score is not None}
     return Result(**values | changes)
 
