@@ -61,7 +61,7 @@ def sweep(data: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Find the best options for DATA: train combinations of them, and rank them by bits per byte.
 
     \b
-    mlxlm sweep DATA --out FOLDER --vary learning_rate=1e-3,3e-3,1e-2 --vary hidden_size=64,128 --minutes 20
+    mlxlm sweep DATA --out FOLDER --minutes 20 --vary learning_rate=1e-3,1e-2
 
     Most combinations are trained on few tokens, the best on more (successive halving), and the best three with several
     seeds, which shows whether the best one is better by more than chance. Each run is an ordinary run in its own

@@ -87,7 +87,7 @@ class Variant:
             if preset := parts.pop("preset", None):
                 config = load_preset(preset, vocab_size=config.vocab_size)
             config = config.with_changes(max_position_embeddings=length)  # some overrides depend on it
-            return resolve_model_type(apply_overrides(config, parts, _SHARED))
+            return resolve_model_type(apply_overrides(config, parts, SETTINGS | _SHARED))
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def split_at_commas(text: str) -> list[str]:
 def check_names(variants: Sequence[Variant]) -> None:
     """Raise ConfigError if there are fewer than two variants, or they can't have a folder each."""
     if len(variants) < 2:
-        raise ConfigError("there is nothing to compare: two variants are needed", f"{BASE} and positions=alibi")
+        raise ConfigError("there is nothing to compare: two variants are needed", "learning_rate=1e-3 and 3e-3")
     # macOS doesn't distinguish names by case or by the composition of accents.
     folders = [unicodedata.normalize("NFC", variant.folder).casefold() for variant in variants]
     for variant, folder in zip(variants, folders, strict=True):

@@ -61,11 +61,13 @@ def test_combinations():
         (["dropout=0,0.1"], 3, "fewer than 3 combinations to draw .try: `samples=2`"),
         (["steps=5,6"], None, "steps can't differ between variants .try: one budget"),
         (["dropout=0,x"], None, "dropout is 'x' .try: a number"),
+        (["learnin_rate=1e-3,1"], None, "unknown override 'learnin_rate' .try: learning_rate"),
     ],
 )
 def test_impossible_variations_are_rejected(texts, samples, message):
     with pytest.raises(ConfigError, match=message):
-        vary([Variation.parse(text) for text in texts], samples)
+        for variant in vary([Variation.parse(text) for text in texts], samples):
+            variant.apply_to(CONFIG)
 
 
 def a_result(trial, score, **changes):
