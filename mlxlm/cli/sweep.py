@@ -37,6 +37,7 @@ _SEEDS = "Train the best three with N seeds each.  [default: 3]"
 _TOKENS = "Number of tokens of the longest runs, such as 2e6.  [default: 20 per parameter of the first]"
 _HELP_TEXTS = {
     "batch_size": "Sequences per forward pass.  [default: 16, or fitted to the time limit]",
+    "max_seq_length": "Tokens per sequence.  [default: the model's context, at most 512]",
     "eval_every": "Steps between validations; 0: only at the end.  [default: 0]",
 }
 
@@ -46,8 +47,8 @@ _HELP_TEXTS = {
 @sweep_options("Sweep")
 @option("Sweep", "--vary variations", str, _VARY, multiple=True, metavar="NAME=A,B,...")
 @option("Sweep", "--samples", click.IntRange(2, 10_000), _SAMPLES, metavar="N")
-@option("Sweep", "--reduction-factor", click.IntRange(1, 100), _REDUCTION, metavar="N")
-@option("Sweep", "--seeds", click.IntRange(1, 100), _SEEDS, metavar="N")
+@option("Sweep", "--reduction-factor", click.IntRange(1, 100), _REDUCTION, metavar="N", advanced=True)
+@option("Sweep", "--seeds", click.IntRange(1, 100), _SEEDS, metavar="N", advanced=True)
 @training_options.model_options("Model", "Base model; see mlxlm models presets.  [default: 1m]")
 @override_option
 @option("Training length", "--steps", int, "Number of steps of the longest runs.")
