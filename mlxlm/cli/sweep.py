@@ -65,8 +65,8 @@ def sweep(data: tuple[str, ...], as_json: bool, **options: Any) -> None:
     mlxlm sweep DATA --out FOLDER --minutes 20 --vary learning_rate=1e-3,1e-2
 
     Most combinations are trained on few tokens, the best on more (successive halving), and the best three with several
-    seeds, which shows whether the best one is better by more than chance. Each run is an ordinary run in its own
-    folder. Ctrl-C finishes the step and saves; --resume FOLDER continues what is unfinished.
+    seeds, which shows whether the best one is better by more than chance. Ctrl-C finishes the step and saves; --resume
+    FOLDER continues.
     """  # noqa: D301 - click's paragraph without wrapping
     from mlxlm.experiments.sweep import Halving, Sweep
     from mlxlm.experiments.variant import Variation, vary
