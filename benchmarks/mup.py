@@ -112,7 +112,7 @@ def coordinates(out: Path, widths: Sequence[int]) -> None:
         label_axes(axes, "hidden size", "change of activations in 4 steps", title=parametrization)
         axes.set_xticks(widths, widths)
         axes.minorticks_off()
-    axes.legend()
+    axes.legend(loc="center right")
     save_figure(figure, out)
     print(json.dumps({"benchmark": "mup coordinates", "slopes": result}))
 
