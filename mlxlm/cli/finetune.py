@@ -33,7 +33,10 @@ from mlxlm.data.options import DataOptions
 from mlxlm.train.settings import TrainSettings
 
 # Samples of text would show no conversation, and fine-tuning has its own packing.
-_UNUSED_SETTINGS = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
+_UNUSED_SETTINGS = (
+    *("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens"),
+    "parametrization",
+)
 _SHORT_CONTEXT = 1024  # tokens: a chat fills it soon
 _HELP_TEXTS = {
     "batch_size": "Rows per forward pass.  [default: 16, fewer for few conversations]",

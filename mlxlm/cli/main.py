@@ -55,6 +55,7 @@ GROUPS = {
     "Research": {
         "plan": "Estimate parameters, FLOPs, memory, time and disk.",
         "scaling": "Fit scaling laws to a grid of small runs.",
+        "sweep": "Find the best options of pretrain for your data.",
         "compare-architectures": "Train variants of a model on the same data.",
     },
     "Machine": {

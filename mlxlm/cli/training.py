@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from mlxlm.utils.errors import DeviceError, TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
-    from mlxlm.experiments.sweep import Sweep
+    from mlxlm.experiments.run_group import RunGroup
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
 _FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast
@@ -116,29 +116,31 @@ def run_and_summarize(run: train.Run, **options: Any) -> None:
 
 
 def train_sweep(
-    sweep: Sweep,
-    runs: Sequence[tuple[str, Callable[[], train.Run]]],
+    group: RunGroup,
+    runs: Iterable[tuple[str, Callable[[], train.Run]]],
+    total: int,
     time_left: Callable[[int], str] = lambda _number: "",
     **options: Any,
 ) -> tuple[list[str], int]:
     """Train runs one after another, until a stop is requested. Finished runs are skipped, others are resumed.
 
     Args:
-        sweep: The sweep that the runs belong to.
+        group: What the runs belong to.
         runs: (name, function that makes or opens the run) of each.
+        total: The number of runs.
         time_left: Returns what to print after the number of a run, from 0.
         options: Further arguments of `run_training`.
 
     Returns:
         An error message for each run that failed, and the exit code of the command.
     """
-    from mlxlm.experiments.sweep import is_finished
+    from mlxlm.experiments.run_group import is_finished
 
     errors, stop = [], stop_on_signal()
-    resume_command = [*sweep.COMMAND.split(), "--resume", str(sweep.path)]
+    resume_command = [*group.COMMAND.split(), "--resume", str(group.path)]
     arguments = [*resume_command[1:], *runtime_arguments()]
     for i, (name, make) in enumerate(runs):
-        render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
+        render.say(f"{name} ({i + 1} of {total}){time_left(i)}", style="bold")
         run = make()
         if is_finished(run) and (run.path / REPORT_FILE).is_file():
             render.say("already finished")
@@ -151,7 +153,7 @@ def train_sweep(
             render.say(errors[-1], style="red")
         if isinstance(ending, events.Stopped):
             render.say(f"stopped after step {ending.step}, saved")
-        if stop.requested and (i + 1 < len(runs) or not isinstance(ending, events.Finished)):
+        if stop.requested and (i + 1 < total or not isinstance(ending, events.Finished)):
             render.say("Continue with:")
             render.say(shlex.join(resume_command))
             return errors, stop.exit_code

@@ -195,7 +195,7 @@ class _Trainer:
         start_time, run, settings = now(), self.run, self.run.settings
         mx.reset_peak_memory()
         self.model = Decoder(run.config, dropout=settings.dropout)
-        self.model.init_weights(settings.seed)
+        self.model.init_weights(settings.seed, settings.parametrization)
         mx.random.seed(settings.seed)
         self.step = TrainStep(self.model, settings, self.group, make_loss(settings))
         checkpoint = run.load_checkpoint(self.step)

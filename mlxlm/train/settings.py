@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxlm.config.mup import PARAMETRIZATIONS
 from mlxlm.config.numbers import is_int
 from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES, OptimizerSpec
 from mlxlm.config.option import option, range_problems
@@ -107,6 +108,11 @@ class TrainSettings:
         "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
         common=True,
         choices=tuple(OPTIMIZERS),
+    )
+    parametrization: str = _optimizer(
+        "standard",
+        "Parametrization; with mup, the best learning rate of a small model is that of a large one.",
+        choices=PARAMETRIZATIONS,
     )
     lr_schedule: str = _optimizer(
         "cosine",
