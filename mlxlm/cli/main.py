@@ -37,6 +37,7 @@ GROUPS = {
         "quickstart": "Train a small model in minutes, and chat with it.",
         "pretrain": "Train a model from scratch.",
         "finetune": "Fine-tune a model on conversations.",
+        "speedrun": "Train for a fixed time, and get a verifiable score.",
         "evaluate": "Evaluate a model on text or multiple choice.",
         "report": "Write an HTML report of training runs.",
     },

@@ -14,13 +14,13 @@ from mlxlm.cli.distributed import finish_before_sigterm, is_launched, launch_pro
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, option
 from mlxlm.cli.run_options import (
     command_start_time,
+    model_and_settings,
     override_option,
     pop_runtime_options,
     require_arguments,
     resumed_run,
     run_options,
     runtime_options,
-    with_overrides,
 )
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training import phase, run_and_summarize
@@ -107,19 +107,11 @@ def _new_run(
         sources,
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (not picks_size, ["scaling_law"], "the model size is picked only with --hours and without --preset"),
-        (picks_size, ["overrides"], "the model size is picked for the time; give --preset to change a part"),
     )
     if num_processes > 1 and "-" in sources:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
     check_duration(hours=options["hours"])
-    settings, config = training_options.given_settings(options), None
-    if not picks_size:
-        config = training_options.chosen_config(options)
-        names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
-        length = settings.get("max_seq_length", training_options.default_max_seq_length(config))
-        if not has_time_limit:  # which fits the length to the time
-            settings["max_seq_length"] = length
-        config = with_overrides(config, options["overrides"], training_options.FLAGS | names, length)
+    config, settings = model_and_settings(options, has_time_limit)
     budget = train.Budget(
         tokens=options["tokens"],
         minutes=options["minutes"] if options["hours"] is None else 60 * options["hours"],

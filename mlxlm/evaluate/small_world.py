@@ -1,16 +1,24 @@
-"""Evaluate a model on the built-in corpus: questions whose combination of words it was not trained on."""
+"""Evaluate a model on the built-in corpus: questions whose combination of words it was not trained on.
+
+Either the model answers and its answers are checked, or the bits per byte of the right answers are measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlxlm.chat.generate import batch
-from mlxlm.data.small_world.corpus import EVALUATED_KINDS, held_out_questions, is_right
+from mlxlm.data import DataOptions, TokenDataset, prepare
+from mlxlm.data.small_world.corpus import EVALUATED_KINDS, held_out_questions, is_right, write_held_out
+from mlxlm.evaluate.loss import evaluate_dataset
 from mlxlm.generation import LoadedModel
 
 _MAX_TOKENS = 200  # longer than any answer of the corpus
+_ROW = 640  # tokens: longer than any held-out conversation, even if each byte is a token
 
 
 @dataclass(frozen=True)
@@ -57,3 +65,20 @@ def evaluate_small_world(
         scores.append(KindScore(kind, correct, len(turns)))
         progress((i + 1) * num_questions, len(EVALUATED_KINDS) * num_questions)
     return scores
+
+
+def held_out_bits_per_byte(lm: LoadedModel) -> float:
+    """Return the bits per byte of the answers in the held-out conversations of small-world (`write_held_out`).
+
+    Every answer is predicted after its own conversation only, so the result doesn't depend on how the model was trained
+    to use rows of several conversations, and it can be compared between tokenizers.
+
+    Raises:
+        DataError: The tokenizer has no tokens for the roles of a conversation.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "held-out.jsonl")
+        write_held_out(file)
+        prepare(DataOptions([file], validation_fraction=0), lm.tokenizer, Path(folder, "data"))
+        data = TokenDataset.open(Path(folder, "data"), "train")
+        return evaluate_dataset(lm.model, data, _ROW, document_mask=True, mask_prompt=True).bits_per_byte
