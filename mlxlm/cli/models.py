@@ -146,10 +146,11 @@ def presets(as_json: bool) -> None:
 def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
     """Train MODEL again from its receipt.json, and compare.
 
-    MODEL is small-world, a run of mlxlm speedrun, or a receipt. The receipt has the digests of the corpus, the tokens and the weights, the settings, and the losses of the first
-    steps. On the same kind of machine with the same version of MLX all of them are equal, to the bit. On another one
-    sums are rounded differently: losses are close if they differ by at most 0.001 nats up to step 20 and by 0.1 after
-    it, and weights if their bits per byte differ by at most 25%. A receipt that was changed is refused. If anything is different, the exit code is 1.
+    MODEL is small-world, a run of mlxlm speedrun, or a receipt. The receipt has the digests of the corpus, the tokens
+    and the weights, the settings, and the losses of the first steps. On the same kind of machine with the same version
+    of MLX all of them are equal, to the bit. On another one sums are rounded differently: losses are close if they
+    differ by at most 0.001 nats up to step 20 and by 0.1 after it, and weights if their bits per byte differ by at most
+    25%. A receipt that was changed is refused. If anything is different, the exit code is 1.
     """
     from mlxlm.experiments.receipt import FILE_NAME, Receipt, environment
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator
 
@@ -71,6 +72,32 @@ def train(
             f"a vocabulary size of {supported} or less, or more text",
         )
     return tokenizer
+
+
+def truncate(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer that `train` gives for the same text and fewer tokens.
+
+    Byte-level BPE adds one token after another, whatever the vocabulary size, so a smaller vocabulary is the beginning
+    of a larger one.
+
+    Args:
+        tokenizer: A byte-level tokenizer, made by `train`.
+        vocab_size: Up to that of `tokenizer`.
+
+    Raises:
+        TokenizerError: The vocabulary is smaller than bytes and special tokens.
+    """
+    _check_min_size(vocab_size, min_size := 256 + len(BYTE_LEVEL_SPECIAL_TOKENS) + len(CHAT_TOKENS))
+    content = json.loads(tokenizer.to_json())
+    model = content["model"]
+    ids, merges = model["vocab"], []
+    for first, second in model["merges"] if vocab_size > min_size else []:
+        merges.append([first, second])
+        if ids[first + second] == vocab_size - 1:
+            break
+    vocabulary = {token: id for token, id in ids.items() if id < vocab_size}
+    content["model"] = {**model, "vocab": vocabulary, "merges": merges}
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)), BYTE_LEVEL_SPECIAL_TOKENS)
 
 
 def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:

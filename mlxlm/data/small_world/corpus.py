@@ -89,7 +89,9 @@ def held_out_questions(kind: str, seed: int = 0) -> Iterator[Turn]:
 
 
 def write_held_out(path: Path) -> None:
-    """Write conversations about held-out questions as JSON lines with "messages": up to 100 of each kind, always the same.
+    """Write conversations about held-out questions as JSON lines with "messages": up to 100 of each kind.
+
+    Every call writes the same ones.
 
     Raises:
         DataError: The file exists, or can't be written.
