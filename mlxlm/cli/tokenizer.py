@@ -27,7 +27,9 @@ from mlxlm.utils.formatting import human_bytes, human_count, human_seconds, prin
 
 _NEARLY_EQUAL = 0.005  # of the bits per byte: the scaling law is less exact than that
 _SIZES = "Vocabulary sizes. 2k is 2048, and ... doubles up to the next size."
-_MINUTES = "Training time that the sizes are compared for.  [default: that of 20 tokens per parameter]"
+_MINUTES = (
+    "Training time that the sizes are compared for.  [default: that of 20 tokens per parameter, for the middle size]"
+)
 _PICTURE = "New file for the picture, .png, .svg or .pdf.  [default: tokenizer-report.png]"
 _TOKENIZER_TYPE = "BPE on bytes as in GPT-2 and Llama 3, or on characters with byte fallback as in Llama 2."
 
@@ -202,7 +204,9 @@ def report(
     if out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise click.UsageError(f"--out is {out}, whose suffix names no picture format (try: {out.with_suffix('.png')})")
     check_not_exists(out, TokenizerError, "another --out")
-    config, machine = load_preset(preset), planner.this_machine()
+    config = load_preset(preset)
+    with render.spinner("measuring this machine"):
+        machine = planner.this_machine()
     data = DataOptions(files, **given_values(options))
     total = total_bytes(files)
     with render.bytes_progress(f"Training a tokenizer of up to {max(sizes)} tokens", total) as advance:
