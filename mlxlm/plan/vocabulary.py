@@ -118,9 +118,9 @@ def compare_vocabularies(
     counts tokens of a vocabulary of 32,000, so the text is counted in these.
 
     The law was fitted to models of 70M parameters and more, and predicts too high a loss for small ones, so only ratios
-    are returned. Measured with the preset 0.3m and equal operations (2.5 epochs of 1 MB, one run each): 512, 1,024 and
-    4,096 tokens gave 2.4, 2.5 and 0.3% more bits per byte than 2,048 on tinyshakespeare, where 5.0, 1.7 and 0.1% were
-    expected; 512 and 1,024 gave 2.8 and 1.8% more on WikiText-2, where 4.5 and 1.5% were.
+    are returned. Measured with the preset 0.3m and equal operations (2.5 epochs of 1 MB, one run each): compared with
+    2,048 tokens, 512, 1,024 and 4,096 had 2.4, 2.5 and 0.3% more bits per byte on tinyshakespeare, where 5.0, 1.7 and
+    0.1% more were expected; on WikiText-2 2.8% and 1.8% more and 1.6% less, where 4.5% and 1.5% more and 0.1% less were.
 
     Args:
         compression: The tokenizers.

@@ -207,7 +207,15 @@ def test_speedrun(tmp_path, monkeypatch):
     monkeypatch.setattr(mlxlm.train, "train", lambda *args, **options: train(*args, now=clock(), **options))
     run, receipt = tmp_path / "run", tmp_path / "run/receipt.json"
     overrides = [f"--set={name}={value}" for name, value in SIZES.items()]
-    sizes = ["--preset", "0.3m", *overrides, "--set=num_key_value_heads=1", "--vocab-size", 300]
+    sizes = [
+        "--preset",
+        "0.3m",
+        *overrides,
+        "--set=num_key_value_heads=1",
+        "--set=positions=learned",
+        "--vocab-size",
+        300,
+    ]
     code, out, err = run_command("speedrun", "--out", run, *sizes, "--max-seq-length", "32", "--batch-size", 2)
     values = json.loads(receipt.read_text())
     line = out.splitlines()[-1]

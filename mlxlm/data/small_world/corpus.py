@@ -88,18 +88,11 @@ def held_out_questions(kind: str, seed: int = 0) -> Iterator[Turn]:
             yield turn
 
 
-def write_held_out(path: Path) -> None:
-    """Write conversations about held-out questions as JSON lines with "messages": up to 100 of each kind.
-
-    Every call writes the same ones.
-
-    Raises:
-        DataError: The file exists, or can't be written.
-    """
-    with atomic_new_file(path, DataError) as file:
-        for kind in EVALUATED_KINDS:
-            for turn in islice(held_out_questions(kind), _HELD_OUT_QUESTIONS):
-                file.write(json_line({"messages": messages([turn, *turn.follow_ups])}))
+def held_out_conversations() -> Iterator[list[Turn]]:
+    """Yield conversations about held-out questions: up to 100 of each kind, always the same."""
+    for kind in EVALUATED_KINDS:
+        for turn in islice(held_out_questions(kind), _HELD_OUT_QUESTIONS):
+            yield [turn, *turn.follow_ups]
 
 
 def is_right(turn: Turn, answer: str) -> bool:
