@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,12 @@ def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
     others = [f"{name} {here[name]}, there {value}" for name, value in there.items() if here.get(name) != value]
     if others:
         render.say(f"Another kind of machine or another version: {'; '.join(others)}", style="yellow")
+    recipe = receipt.recipe
+    if here["device"] == "CPU" and recipe.settings.get("dtype", "float32") != "float32":
+        render.say("A CPU computes 16-bit products many times slower, so this training is in float32", style="yellow")
+        recipe = replace(recipe, settings={**recipe.settings, "dtype": "float32"})
     with tempfile.TemporaryDirectory() as temporary:
-        run = receipt.recipe.start(out or Path(temporary, "run"), phase)
+        run = recipe.start(out or Path(temporary, "run"), phase)
         stop = stop_on_signal()
 
         def stop_after(step: Step, _lm: generation.LoadedModel) -> None:

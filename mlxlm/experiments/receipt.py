@@ -89,7 +89,7 @@ class Recipe:
         """
         config = None if self.config is None else config_from_hf(self.config, FILE_NAME)
         settings = {"dtype": "float32", **self.settings}
-        budget = Budget(minutes=None if self.learning_rates else self.minutes, counts_preparation=False)
+        minutes = None if self.learning_rates else self.minutes
         tokenizer = TokenizerOptions(**self.tokenizer)
         check_not_exists(out, CheckpointError, "another `out`")
         with working_folder(out.with_name(f"{out.name}.corpus")) as folder:
@@ -97,6 +97,7 @@ class Recipe:
             with phase("writing the corpus", self.num_bytes) as advance:
                 write_small_world(corpus, self.num_bytes, self.seed, advance)
             digest, data = file_sha256(corpus, DataError), DataOptions([str(corpus)])
+            budget = Budget(minutes=minutes, counts_preparation=False)
             run = start_run(out, data, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
         write_json(run.path / RECIPE_FILE, {"recipe": asdict(self), "corpus_sha256": digest})
         if self.learning_rates:

@@ -14,6 +14,7 @@ from mlxlm.plan.corpus import bytes_per_token
 from mlxlm.plan.planner import Plan
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW, effective_amount
 from mlxlm.tokenizer import Tokenizer, tokenizer_stats, train, truncate
+from mlxlm.tokenizer.train import check_byte_level_size
 from mlxlm.utils.errors import DataError, TokenizerError
 from mlxlm.utils.formatting import human_count
 from mlxlm.utils.plots import LEGEND_SIZE, TITLE_SIZE, label_axes, new_figure, save_figure
@@ -57,6 +58,7 @@ def measure_compression(
     """
     if (source := unseekable_source(data.sources)) is not None:
         raise DataError(f"{source} can be read only once", "a file")
+    check_byte_level_size(min(sizes))
     train_bytes = 0
 
     def count(text: str) -> str:
@@ -119,8 +121,8 @@ def compare_vocabularies(
 
     The law was fitted to models of 70M parameters and more, and predicts too high a loss for small ones, so only ratios
     are returned. Measured with the preset 0.3m and equal operations (2.5 epochs of 1 MB, one run each): compared with
-    2,048 tokens, 512, 1,024 and 4,096 had 2.4, 2.5 and 0.3% more bits per byte on tinyshakespeare, where 5.0, 1.7 and
-    0.1% more were expected; on WikiText-2 2.8% and 1.8% more and 1.6% less, where 4.5% and 1.5% more and 0.1% less were.
+    2,048 tokens, 512, 1,024 and 4,096 had +2.4, +2.5 and +0.3% bits per byte on tinyshakespeare, where +5.0, +1.7 and
+    +0.1% were expected; on WikiText-2 +2.8, +1.8 and -1.6%, where +4.5, +1.5 and -0.1% were.
 
     Args:
         compression: The tokenizers.

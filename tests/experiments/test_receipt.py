@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import mlxlm.train
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cli import speedrun
 from mlxlm.cli.main import _run
 from mlxlm.data.small_world import corpus
@@ -122,6 +123,14 @@ def test_the_command(model, tmp_path, capsys):
     assert _run(["models", "verify", str(model), "--all", "--out", str(tmp_path / "kept")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("quantized model: equal, ")
     assert (tmp_path / "kept/train.json").exists()
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU has bfloat16")
+def test_a_receipt_of_a_gpu_is_verified_in_float32_on_a_cpu(receipt, tmp_path, capsys):
+    recipe = replace(receipt.recipe, settings={**SETTINGS, "dtype": "bfloat16"})
+    (tmp_path / "receipt.json").write_text(json.dumps(replace(receipt, recipe=recipe).to_dict()))
+    assert _run(["models", "verify", str(tmp_path / "receipt.json"), "--steps", "2"]) == 0
+    assert "float32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("difference", "code"), [(1e-5, 0), (0.5, 1)])
