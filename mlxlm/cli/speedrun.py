@@ -29,7 +29,6 @@ from mlxlm.utils.formatting import human_count
 # Minutes, and bytes of the corpus as JSON lines; half of them is text. In an hour a GPU of 15 TFLOP/s, at a utilization
 # of 0.3, trains its compute-optimal model on 230M tokens: four passes, after which repetition teaches less.
 TRACKS = {"3": (3.0, 20_000_000), "10": (10.0, 60_000_000), "60": (60.0, 300_000_000)}
-_TOKENIZER = ("tokenizer_type", "vocab_size")
 _SEED = 0  # of the corpus
 
 
@@ -79,7 +78,7 @@ def speedrun(track: str, **options: Any) -> None:
 
 
 def _new_run(track: str, options: dict[str, Any]) -> train.Run:
-    from mlxlm.experiments.receipt import Recipe
+    from mlxlm.experiments.receipt import TOKENIZER_FIELDS, Recipe
     from mlxlm.train.start import DEVICE_DTYPE
 
     out = options.pop("out")
@@ -88,6 +87,6 @@ def _new_run(track: str, options: dict[str, Any]) -> train.Run:
     config, settings = model_and_settings(options, has_time_limit=True)
     minutes, num_bytes = TRACKS[track]
     settings.setdefault("dtype", DEVICE_DTYPE)
-    tokenizer = given_values({name: options[name] for name in _TOKENIZER})
+    tokenizer = given_values({name: options[name] for name in TOKENIZER_FIELDS})
     model = None if config is None else config_to_hf(config)
     return Recipe(num_bytes, _SEED, model, settings, tokenizer, minutes).start(out, phase)

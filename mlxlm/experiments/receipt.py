@@ -42,6 +42,7 @@ from mlxlm.utils.json_files import json_line, read_json_object, write_json
 
 FILE_NAME = "receipt.json"
 SCORE = "held_out_bits_per_byte"
+TOKENIZER_FIELDS = {"tokenizer_type", "vocab_size"}  # of TokenizerOptions, that a recipe may set
 _CORPUS_FILE = "small-world.jsonl"
 _MAX_CORPUS = 1_000_000_000  # bytes
 _MAX_BYTES = 32 << 20  # a run with a time limit has the learning rate of each step, about 30 bytes
@@ -64,7 +65,7 @@ class Recipe:
         seed: Of the corpus.
         config: The model, as a config.json. None: the best model for the minutes.
         settings: Fields of TrainSettings.
-        tokenizer: Fields of TokenizerOptions. The vocabulary size defaults to that of the model.
+        tokenizer: "tokenizer_type" and "vocab_size" of TokenizerOptions. The vocabulary size defaults to that of the model.
         minutes: Time limit, without the time for writing and tokenizing the corpus.
         learning_rates: Of each step of the run that is repeated.
         validations: The steps after which that run was validated.
@@ -202,6 +203,8 @@ class Receipt:
                 and all(isinstance(loss, float) for loss in losses)
                 and all(is_number(rate) for rate in recipe.learning_rates)
                 and all(is_int(step) for step in recipe.validations)
+                and recipe.tokenizer.keys() <= TOKENIZER_FIELDS  # no path: a receipt opens nothing on this machine
+                and (recipe.minutes is None or len(recipe.learning_rates) == results["steps"])
                 and losses
             )
         except (KeyError, TypeError) as error:
