@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mlxlm.chat.generate import batch
+from mlxlm.config import ModelConfig
 from mlxlm.config.components import POSITIONS
 from mlxlm.data import DataOptions, TokenDataset, prepare
 from mlxlm.data.small_world.corpus import (
@@ -94,6 +95,7 @@ def held_out_bits_per_byte(lm: LoadedModel) -> float:
         prepare(DataOptions([file], validation_fraction=0), lm.tokenizer, Path(folder, "data"))
         data = TokenDataset.open(Path(folder, "data"), "train")
         # Positions from a table end with the context: there, longer conversations are cropped.
-        row = min(_ROW, lm.config.max_position_embeddings) if POSITIONS[lm.config.positions].table else _ROW
+        ends = isinstance(lm.config, ModelConfig) and POSITIONS[lm.config.positions].table
+        row = min(_ROW, lm.config.max_position_embeddings) if ends else _ROW
         loss = evaluate_dataset(lm.model, data, row, document_mask=True, mask_prompt=True).loss
         return loss / math.log(2) * data.num_targets() / answer_bytes

@@ -51,6 +51,8 @@ _EARLY_STEPS = 20
 LOSS_TOLERANCE, LATER_LOSS_TOLERANCE = 1e-3, 0.1  # nats, in the first `_EARLY_STEPS` steps and after them
 BITS_TOLERANCE = 0.25  # of the bits per byte: in thousands of steps rounding may do as much as another seed, which
 # made 12% in a small run of 300 steps
+SCORE_TOLERANCE = 0.05  # of the bits per byte of held-out answers: in a speedrun of 3 minutes, 2,578 steps, OpenBLAS
+# instead of MKL made 1.4%, and another seed, with another tokenizer, 3.2%
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Recipe:
         seed: Of the corpus.
         config: The model, as a config.json. None: the best model for the minutes.
         settings: Fields of TrainSettings.
-        tokenizer: "tokenizer_type" and "vocab_size" of TokenizerOptions. The vocabulary size defaults to that of the model.
+        tokenizer: "tokenizer_type" and "vocab_size" of TokenizerOptions; the size defaults to that of the model.
         minutes: Time limit, without the time for writing and tokenizing the corpus.
         learning_rates: Of each step of the run that is repeated.
         validations: The steps after which that run was validated.
@@ -240,7 +242,7 @@ class Receipt:
         yield weights
         if SCORE in expected:
             bits, there = held_out_bits_per_byte(load(run.path)), number(expected[SCORE])
-            allowed = 0.0 if weights.result == "equal" else BITS_TOLERANCE  # equal weights have an equal score
+            allowed = 0.0 if weights.result == "equal" else SCORE_TOLERANCE  # equal weights have an equal score
             detail = f"{bits:.4f} bits per byte, there {there:.4f}"
             yield Comparison("held-out answers", _closeness(bits, there, allowed), detail)
         if "quantized_sha256" in expected:
