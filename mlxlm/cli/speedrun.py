@@ -37,7 +37,7 @@ _SEED = 0  # of the corpus
 @option("Run", "--track", list(TRACKS), "Minutes of training.", default="3")
 @training_options.model_options("Model", "Model size; see mlxlm models presets.  [default: chosen for the time]")
 @override_option
-@training_options.setting_options()
+@training_options.setting_options(training_options.DISTILLATION)
 @field_option(options_of(TokenizerOptions)["tokenizer_type"])
 @field_option(options_of(TokenizerOptions)["vocab_size"], default="chosen for the time, or the preset's")
 @runtime_options

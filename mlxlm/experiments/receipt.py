@@ -113,11 +113,13 @@ class Recipe:
         """Return the recipe that repeats a finished run of this recipe, step by step.
 
         Raises:
-            CheckpointError: The run hasn't finished.
+            CheckpointError: The run hasn't finished, or was trained for longer than the recipe's minutes.
         """
-        settings = repeat_settings(run).to_dict()  # which checks that it has
-        if run.settings.time_limit is None:
+        settings, limit = repeat_settings(run).to_dict(), run.settings.time_limit
+        if self.minutes is None or self.learning_rates:
             return self
+        if limit is None or limit > 60 * self.minutes:
+            raise CheckpointError(f"{run.path} was trained for longer than {self.minutes:g} minutes", "a new speedrun")
         entries = list(read_log_entries(run.log_file))
         return replace(
             self,
@@ -205,7 +207,8 @@ class Receipt:
                 and all(isinstance(loss, float) for loss in losses)
                 and all(is_number(rate) for rate in recipe.learning_rates)
                 and all(is_int(step) for step in recipe.validations)
-                and recipe.tokenizer.keys() <= TOKENIZER_FIELDS  # no path: a receipt opens nothing on this machine
+                and recipe.tokenizer.keys() <= TOKENIZER_FIELDS  # no path, nor a teacher: a receipt opens no other file
+                and recipe.settings.get("teacher") is None
                 and (recipe.minutes is None or len(recipe.learning_rates) == results["steps"])
                 and losses
             )

@@ -19,6 +19,8 @@ from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
 from mlxlm.utils.json_files import read_json
 
 METRICS = ("tokens", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+_OTHER_FIELDS = ("event", "step", "steps", "seconds_left", "time", "perplexity", "bits_per_byte", "best", "expert_load")
+_MAX_LOSS_METRICS = 20
 _END_EVENTS = ("stopped", "failed", "finished")
 _SHOWN_EVENTS = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_END_EVENTS)
 
@@ -54,6 +56,8 @@ class RunHistory:
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
         num_saved: Checkpoints saved.
+        loss_metrics: Metrics of the loss by name, such as "rewards/margins": (step, value) of steps.
+        validation_metrics: The same of validations.
     """
 
     name: str
@@ -66,11 +70,19 @@ class RunHistory:
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     num_saved: int = 0
+    loss_metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    validation_metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def best(self) -> LoggedValidation | None:
         """The validation with the lowest loss."""
         return min(self.validations, key=lambda v: v.loss, default=None)
+
+    @property
+    def loss_title(self) -> str:
+        """The loss with its unit, as the label of an axis."""
+        name = self.settings.get("loss", "cross_entropy")
+        return "loss (nats per token)" if name == "cross_entropy" else f"{name} loss"
 
     @property
     def parameters(self) -> float:
@@ -141,9 +153,11 @@ def _read_log(history: RunHistory, path: Path) -> None:
             columns["smoothed"].append(smooth(loss))
             for name in METRICS:
                 columns[name].append(number(entry.get(name)))
+            _add_metrics(history.loss_metrics, entry)
         elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
             bits_per_byte, load = number(entry.get("bits_per_byte")), number(entry.get("expert_load"))
             history.validations.append(LoggedValidation(step, loss, bits_per_byte, load))
+            _add_metrics(history.validation_metrics, entry)
         elif kind == "sample":
             history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
         elif kind == "checkpoint_saved":
@@ -151,3 +165,10 @@ def _read_log(history: RunHistory, path: Path) -> None:
         elif kind in _SHOWN_EVENTS:
             history.events.append(entry)
     history.steps = columns
+
+
+def _add_metrics(metrics: dict[str, list[tuple[int, float]]], entry: Mapping[str, Any]) -> None:
+    """Add the other numbers of a log entry, which are metrics of the loss."""
+    for name in entry.keys() - {*METRICS, *_OTHER_FIELDS}:
+        if not math.isnan(value := number(entry[name])) and (name in metrics or len(metrics) < _MAX_LOSS_METRICS):
+            metrics.setdefault(name, []).append((entry["step"], value))

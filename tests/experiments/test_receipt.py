@@ -156,6 +156,7 @@ def test_the_command_fails_if_a_result_is_different(model, receipt, tmp_path, ca
         lambda v: v["recipe"].update(learning_rates=["1"]),
         lambda v: v["recipe"].update(config=None),
         lambda v: v["recipe"].update(tokenizer={"path": "/etc/passwd"}),
+        lambda v: v["recipe"]["settings"].update(teacher="/etc"),
         lambda v: v["recipe"].update(minutes=3.0),
         lambda v: v["results"].update(losses=[]),
         lambda v: v["results"].update(losses=["1.0"]),
