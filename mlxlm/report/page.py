@@ -95,7 +95,23 @@ def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
         _figure(runs, "gradient norm", metric("grad_norm")),
         _figure(runs, "tokens per second", metric("tokens_per_second"), from_zero=True),
         _figure(runs, "memory", metric("memory"), "bytes", from_zero=True),
+        *(
+            _figure(runs, name, _suite_curves(name))
+            for name in dict.fromkeys(name for run in runs for name in run.suite)
+        ),
     ]
+
+
+def _suite_curves(name: str) -> Callable[[RunHistory, int, str], list[Series]]:
+    """A score of the evaluation suite, with its confidence interval."""
+
+    def curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+        points = [(run.x_at_step(axis, point.step), point) for point in run.suite.get(name, ())]
+        ends = [[(x, getattr(point, end)) for x, point in points] for end in ("low", "high")]
+        bounds = [Series(f"{run.name} 95%", end, i, "faint") for end in ends]
+        return [*bounds, Series(run.name, [(x, point.value) for x, point in points], i, "dots")]
+
+    return curves
 
 
 def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = "line", name: str = "") -> Series:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import free_memory, mx
 from mlxlm.chat.chat_template import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
@@ -15,7 +15,6 @@ from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.events import Event, Initialized, RunLog
-from mlxlm.train.memory_limits import free_memory
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run, TrainState
 from mlxlm.train.settings import TrainSettings

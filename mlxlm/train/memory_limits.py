@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -70,9 +69,3 @@ def limit_buffer_cache() -> None:
     """
     if ON_CPU:
         mx.set_cache_limit(mx.get_peak_memory() - mx.get_active_memory())
-
-
-def free_memory() -> None:
-    """Free the memory of models that are no longer used: reference cycles keep them until Python collects those."""
-    gc.collect()
-    mx.clear_cache()

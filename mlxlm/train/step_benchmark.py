@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.backend.mlx import eval_arrays, free_memory, mx
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.data.pairs import CHOSEN, REJECTED, PairBatch
 from mlxlm.model import Decoder
 from mlxlm.train.events import Forecast
-from mlxlm.train.memory_limits import free_memory
 from mlxlm.train.objectives import make_loss, validate
 from mlxlm.train.run_clock import num_validations
 from mlxlm.train.settings import TrainSettings
