@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlxlm import train
-from mlxlm.cli import render
+from mlxlm.cli import render, training_options
 from mlxlm.cli.options import (
     PATH,
     add_options,
@@ -156,6 +156,28 @@ def with_overrides(
     if overrides and (warning := compatibility_warning(config)):
         render.say(warning, style="yellow")
     return config
+
+
+def model_and_settings(options: Mapping[str, Any], has_time_limit: bool) -> tuple[ModelConfig | None, dict[str, Any]]:
+    """The model to train, None if --init or the time limit chooses it, and the settings on the command line.
+
+    Raises:
+        ConfigError: If `--set` is unknown or can't work.
+        click.UsageError: If it would have no effect.
+    """
+    settings = training_options.given_settings(options)
+    if options.get("init") is not None:
+        return None, settings
+    if has_time_limit and not options["preset"] and not options["config"]:
+        reason = "the model size is picked for the time; give --preset to change a part"
+        reject_unused_options(options, (True, ["overrides"], reason))
+        return None, settings
+    config = training_options.chosen_config(options)
+    names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
+    length = settings.get("max_seq_length", training_options.default_max_seq_length(config))
+    if not has_time_limit:  # which fits the length to the time
+        settings["max_seq_length"] = length
+    return with_overrides(config, options["overrides"], training_options.FLAGS | names, length), settings
 
 
 _ACTIONS = ["pause", "slow", "ignore"]

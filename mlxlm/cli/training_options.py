@@ -75,7 +75,7 @@ def reject_unused_settings(
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
         (prepared, ["text_column", "on_bad_input"], "prepared data is already tokenized"),
         (options.get("preset") and options.get("config"), ["preset"], "--config chooses the model"),
-        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
+        (options.get("validation"), ["validation_fraction"], "--validation says what is held out"),
         (not options.get("teacher"), DISTILLATION, "--teacher is not given"),
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
         (options["lr_schedule"] != "wsd", ["decay_fraction"], "--lr-schedule wsd is not given"),

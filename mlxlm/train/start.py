@@ -143,7 +143,7 @@ def start_run(
             with phase(MEASURING_LABEL, None):
                 token_seconds = seconds_per_token(untrained, budget.compute_seconds_left(), values, processes)
     limited = None
-    if timed and not prepared:
+    if timed and budget.counts_preparation and not prepared:
 
         def prepare_sample(sample: DataOptions, folder: Path) -> None:
             fewer = replace(options, vocab_size=None)  # a sample may not support as many tokens
@@ -154,6 +154,8 @@ def start_run(
 
     with working_folder(out) as workspace:
         shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
+        if not budget.counts_preparation:
+            budget = replace(budget, start_time=time.monotonic())
         if config is not None and base is None:
             config = with_tokenizer(config, run_tokenizer)
         config, values, choice = _choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
