@@ -21,6 +21,7 @@ MAX_ROW_BYTES = 1 << 28  # of a line: it is in memory as a whole, and a file may
 _REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_template_kwargs": "`chat_template`"}
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 # A question and its answer, in the formats of prompt and completion and of Alpaca.
+_PREFERENCE_HINT = '{"prompt": "...", "chosen": "...", "rejected": "..."}, with texts or messages'
 _PAIRS = (("prompt", "completion"), ("instruction", "output"))
 
 
@@ -125,8 +126,11 @@ def _json_document(line: bytes, location: str, offset: int, text_column: str | N
 def _row_document(row: Any, location: str, text_column: str | None) -> Document | None:
     if not isinstance(row, dict):
         raise DataError(f"{location} must have either 'text' or 'messages': it is not a JSON object", _EXAMPLE)
-    if text_column is None and not row.keys() & set(TEXT_COLUMNS) and (pair := _pair(row)):
-        row = {**row, "messages": _pair_messages(row, pair)}
+    if text_column is None and not row.keys() & set(TEXT_COLUMNS):
+        if {"chosen", "rejected"} <= row.keys():
+            return _preference(row, location)
+        if pair := _pair(row):
+            row = {**row, "messages": _pair_messages(row, pair)}
     keys = row.keys() & ({text_column} if text_column else set(TEXT_COLUMNS))
     if keys and all(row[key] is None for key in keys):  # like an empty cell of a table
         return None
@@ -140,7 +144,29 @@ def _row_document(row: Any, location: str, text_column: str | None) -> Document 
     if document is not None and document.messages is not None:
         _refuse_fields(row, location)
         document.tools = _list(row.get("tools") or [], "tools", location)
+        document.label = row["label"] if isinstance(row.get("label"), bool) else None
     return document
+
+
+def _preference(row: dict[str, Any], location: str) -> Document:
+    """A chosen and a rejected answer to a prompt, or two conversations that begin alike."""
+    prompt, conversations = row.get("prompt"), []
+    for field in ("chosen", "rejected"):
+        answer = row[field]
+        if isinstance(answer, str):
+            if prompt is None:
+                raise DataError(f"{location}: '{field}' is text without a 'prompt'", _PREFERENCE_HINT)
+            answer = [{"role": "assistant", "content": answer}]
+        answer = _list(answer, field, location)
+        if isinstance(prompt, list):
+            answer = prompt + answer
+        elif prompt is not None and not any(isinstance(m, dict) and m.get("role") == "user" for m in answer[:2]):
+            answer = [{"role": "user", "content": prompt}, *answer]  # else it is a whole conversation
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        conversations.append([_message(message, location) for message in system + answer])
+    _refuse_fields(row, location)
+    tools = _list(row.get("tools") or [], "tools", location)
+    return Document(location, iter(()), conversations[0], tools=tools, rejected=conversations[1])
 
 
 def document_from_cell(value: Any, column: str, location: str) -> Document | None:

@@ -70,6 +70,8 @@ class Document:
         messages: Of a conversation, in the fields of OpenAI's fine-tuning format; each has a "role", a "content" (text,
             also if it was null) and a "weight" (1, or 0 if the message is not to be learned). None for a text.
         tools: Of a conversation, the functions that the assistant can call, in OpenAI's form.
+        rejected: Of a preference, the conversation with the rejected answer; `messages` has the chosen one.
+        label: Whether the answer is desirable, if that is known.
         add_bos: False if the document was cut at its start.
         add_eos: False if the document was cut at its end.
     """
@@ -80,6 +82,8 @@ class Document:
     add_bos: bool = True
     add_eos: bool = True
     tools: list[Any] | None = None
+    rejected: list[dict[str, Any]] | None = None
+    label: bool | None = None
 
     @property
     def contents(self) -> list[str]:

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.backend.process_group import ProcessGroup
-from mlxlm.data import Batch
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.experts import mixtures_of
@@ -24,26 +23,35 @@ from mlxlm.train.low_precision import separate_kernels
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
 
-Arrays = tuple[mx.array, mx.array | None, mx.array | None]  # of a Batch
+Arrays = dict[str, mx.array]  # of a batch, by name, each of shape [B, ...]
+LossSums = tuple[mx.array, mx.array, dict[str, mx.array]]
+Loss = Callable[..., LossSums]  # see `TrainStep`
 
 
-def summed_loss(
-    model: Decoder, tokens: mx.array, segment_ids: mx.array | None = None, weights: mx.array | None = None
-) -> mx.array:
-    """Return the cross-entropy in nats, summed over the targets of a batch, times their weights: a float32 scalar.
+class NamedArrays(Protocol):
+    """A batch: a named tuple of arrays `[B, ...]`, None for those that it doesn't have. See `mlxlm.data.Batch`."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def cross_entropy_loss(
+    model: Decoder, tokens: mx.array, segment_ids: mx.array | None = None, loss_weights: mx.array | None = None
+) -> LossSums:
+    """Compute the cross-entropy in nats over the targets of a batch, times their weights: the `loss` of a `TrainStep`.
 
     Args:
         model: The model.
         tokens: Int `[B, T + 1]`.
         segment_ids: Int `[B, T]`, see `mlxlm.data.Batch`.
-        weights: The loss mask, float32 `[B, T]`.
+        loss_weights: The loss mask, float32 `[B, T]`.
     """
     hidden = model.model(tokens[:, :-1], segment_ids=segment_ids)
-    weights = None if weights is None else weights.flatten()
-    return linear_cross_entropy(
+    weights = None if loss_weights is None else loss_weights.flatten()
+    total = linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(), weights,
         bias=model.head_bias, softcap=model.final_logit_softcap, training=True,
     )  # fmt: skip
+    return total, mx.array(float(tokens[:, 1:].size)) if weights is None else weights.sum(), {}
 
 
 def update_ema(
@@ -73,13 +81,29 @@ class TrainStep:
 
     With `settings.ema_decay`, an average of the weights is kept, which is evaluated and saved as the model.
 
+    Args:
+        model: The model.
+        settings: Settings of the run.
+        process_group: The processes that train together.
+        loss: The loss, called with the model and the arrays of a batch by name. The rows of a batch may be divided into
+            parts, so all its results are sums, which are added over a step: the loss (a float32 scalar), what that is
+            divided by (a number of tokens or pairs, a float32 scalar), and metrics by name (each a float32 array `[2]`:
+            a sum, and what that is divided by).
+
     Attributes:
         micro_batches: Parts of the rows of a batch whose gradients are computed one after another and summed: more take
             less memory. The sums are rounded differently, and dropout draws other numbers.
     """
 
-    def __init__(self, model: Decoder, settings: TrainSettings, process_group: ProcessGroup | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        settings: TrainSettings,
+        process_group: ProcessGroup | None = None,
+        loss: Loss = cross_entropy_loss,
+    ):
         self.model, self.settings, self.process_group = model, settings, process_group or ProcessGroup()
+        self._loss_function = loss
         self._dtype = getattr(mx, settings.dtype)
         self._rounds = settings.param_dtype != "float32" or settings.optimizer_state != "float32"
         self.micro_batches = 1
@@ -98,15 +122,18 @@ class TrainStep:
         self._compiled_updates = [mx.compile(self._update, inputs=self.state, outputs=self.state) for _ in self._groups]
         self._shard_batches(num_batch_shards(settings.batch_size))
 
-    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, batches: Sequence[NamedArrays], learning_rate: float
+    ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
         """Update the model on the sum of the gradients of `batches`.
 
         All steps have as many batches, of one shape. With several ranks, each passes its own batches, and the sums are
         over those of all.
 
         Returns:
-            The mean loss in nats per token, weighted by the loss mask, and the gradient's norm before clipping; not
-            evaluated: evaluate them with `state`. Both are 0 if all weights are 0.
+            The mean loss (of cross-entropy: in nats per token, weighted by the loss mask), the gradient's norm before
+            clipping, and the loss's metrics; not evaluated: evaluate them with `state`. The first two are 0 if there is
+            nothing to learn.
 
         Raises:
             RankLostError: A rank is lost. `state` is as it was before, as after any error before the update.
@@ -115,7 +142,7 @@ class TrainStep:
         evaluate = eval_arrays if ON_CPU or len(self._groups) > 1 else lambda *_: None
         sums = self._sums(batches)
         evaluate(sums)
-        loss, count = (sum(part[name] for part in sums) for name in ("loss", "count"))
+        total = _add([{name: x for name, x in part.items() if name != "gradients"} for part in sums])
         parts = [dict(tree_flatten(part.pop("gradients"))) for part in sums]
         groups, squares = [], mx.array(0.0)
         for names in self._groups:
@@ -123,31 +150,36 @@ class TrainStep:
             squares = squares + sum(g.square().sum() for g in gradients.values())
             evaluate(gradients, squares)
             groups.append(gradients)
-        count = mx.where(count > 0, count, 1.0)  # 0 if there is nothing to learn
+        count = mx.where(total["count"] > 0, total["count"], 1.0)  # 0 if there is nothing to learn
         norm, max_norm, step = mx.sqrt(squares) / count, self.settings.grad_clip, self._optimizer.optimizers[0].step
         factor = mx.minimum(max_norm / (norm + 1e-6), 1.0) / count if max_norm > 0 else 1 / count
         self._optimizer.learning_rate = mx.array(learning_rate, mx.float32)
         for update in self._compiled_updates:
             update(groups.pop(0), factor, step)
             evaluate(self.state)
-        return loss / count, norm
+        metrics = total.get("metrics", {})  # MLX's average over ranks leaves out an empty dictionary
+        return total["loss"] / count, norm, {name: x[0] / x[1] for name, x in metrics.items()}
 
-    def _sums(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    def _sums(self, batches: Sequence[NamedArrays]) -> list[dict[str, Any]]:
         """Return the `_gradient_sums` of the parts of `batches`, or with several ranks their mean."""
         weights, key = self._parameters(), mx.random.state[0]
         try:
             if self.process_group.size == 1:
-                return [self._compiled_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
+                return self._local_sums(batches)
             next_key, *keys = mx.random.split(key, 1 + self.process_group.size)
             _set_random_key(keys[self.process_group.rank])  # another dropout on each rank
-            sums = [self._compiled_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
-            mean = self.process_group.average(_add(sums))
+            mean = self.process_group.average(_add(self._local_sums(batches)))
             _set_random_key(next_key)
             return [mean]
         except BaseException:  # a graph that could not be traced leaves arrays without values in the state
             self.model.load_weights(list(weights.items()))
             _set_random_key(key)
             raise
+
+    def _local_sums(self, batches: Sequence[NamedArrays]) -> list[dict[str, Any]]:
+        return (
+            [self._compiled_sums(_arrays(batches))] if self._workers is None else self._workers(_named_arrays(batches))
+        )
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -250,24 +282,24 @@ class TrainStep:
         return dict(tree_flatten(self.model.trainable_parameters()))
 
     def _gradient_sums(self, batches: list[Arrays]) -> dict[str, Any]:
-        """Return the sums over the tokens of `batches`: gradients, loss and count."""
+        """Return the sums over `batches`: gradients, loss, count and metrics."""
         parameters = self.model.trainable_parameters()
         loss_and_grad = mx.value_and_grad(self._loss)
-        loss, gradients = mx.array(0.0), None
-        micro_batches = [part for batch in batches for part in _divide(batch, self.micro_batches)]
-        for tokens, segment_ids, weights in micro_batches:
-            if gradients is not None:  # keep the activations of one part at a time: this one waits for the last
-                tokens, loss = mx.depends([tokens, loss], [g for _, g in tree_flatten(gradients)])
-            batch_loss, batch_gradients = loss_and_grad(parameters, tokens, segment_ids, weights)
-            loss = loss + batch_loss
-            gradients = batch_gradients if gradients is None else _add([gradients, batch_gradients])
+        sums: dict[str, Any] | None = None
+        for arrays in [part for batch in batches for part in _divide(batch, self.micro_batches)]:
+            if sums is not None:  # keep the activations of one part at a time: this one waits for the last
+                *waiting, sums["loss"] = mx.depends([*arrays.values(), sums["loss"]], _leaves(sums["gradients"]))
+                arrays = dict(zip(arrays, waiting, strict=True))
+            (loss, count, metrics), gradients = loss_and_grad(parameters, arrays)
+            more = {"gradients": gradients, "loss": loss, "count": count, "metrics": metrics}
+            sums = more if sums is None else _add([sums, more])
         self.model.update(parameters)
-        count = sum(_count_targets(tokens, weights) for tokens, _, weights in batches)
-        return {"gradients": gradients, "loss": loss, "count": count}
+        assert sums is not None  # a step has a batch
+        return sums
 
-    def _loss(self, parameters: dict[str, Any], *batch: mx.array | None) -> mx.array:
+    def _loss(self, parameters: dict[str, Any], arrays: Arrays) -> LossSums:
         self.model.update(tree_map(lambda weight: weight.astype(self._dtype), parameters))
-        return summed_loss(self.model, *batch)
+        return self._loss_function(self.model, **arrays)
 
     def _update(self, gradients: dict[str, mx.array], factor: mx.array, step: mx.array) -> None:
         """Update the parameters that have `gradients`, times `factor`, after `step` steps."""
@@ -294,23 +326,22 @@ def _group_names(weights: Mapping[str, mx.array]) -> list[list[str]]:
     return groups
 
 
-def _arrays(batches: Sequence[Batch]) -> list[Arrays]:
-    return [_map_arrays(mx.array, batch) for batch in batches]
+def _named_arrays(batches: Sequence[NamedArrays]) -> list[dict[str, Any]]:
+    """The arrays that each batch has."""
+    return [{name: x for name, x in batch._asdict().items() if x is not None} for batch in batches]
 
 
-def _map_arrays(function: Callable[[Any], mx.array], batch: Any) -> Arrays:
-    """Apply a function to the arrays that a batch has."""
-    tokens, segment_ids, weights = (None if x is None else function(x) for x in batch)
-    return tokens, segment_ids, weights
+def _arrays(batches: Sequence[NamedArrays]) -> list[Arrays]:
+    return [{name: mx.array(x) for name, x in batch.items()} for batch in _named_arrays(batches)]
 
 
 def _divide(batch: Arrays, parts: int) -> list[Arrays]:
     """Divide the rows of a batch into `parts`, or fewer if it has fewer rows."""
-    rows = len(batch[0])
+    rows = len(next(iter(batch.values())))
     if (parts := min(parts, rows)) == 1:
         return [batch]
     bounds = pairwise(i * rows // parts for i in range(parts + 1))
-    return [_map_arrays(itemgetter(slice(*bound)), batch) for bound in bounds]
+    return [tree_map(itemgetter(slice(*bound)), batch) for bound in bounds]
 
 
 def _add(sums: list[dict[str, Any]]) -> dict[str, Any]:
@@ -318,11 +349,11 @@ def _add(sums: list[dict[str, Any]]) -> dict[str, Any]:
     return reduce(partial(tree_map, lambda a, b: a.astype(mx.float32) + b), sums)
 
 
+def _leaves(tree: Any) -> list[mx.array]:
+    return [array for _, array in tree_flatten(tree)]
+
+
 def _set_random_key(key: mx.array) -> None:
     """Make `key` the state of MLX's global random numbers."""
     high, low = key.tolist()
     mx.random.seed(high << 32 | low)  # the seed is the key, in two halves
-
-
-def _count_targets(tokens: mx.array, weights: mx.array | None) -> mx.array:
-    return mx.array(float(tokens[:, 1:].size)) if weights is None else weights.sum()
