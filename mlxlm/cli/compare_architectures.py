@@ -88,7 +88,7 @@ def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_
         settings=settings,
         phase=phase,
     )
-    training_options.print_skipped(comparison.data)
+    training_options.print_read(comparison.data)
     return comparison
 
 

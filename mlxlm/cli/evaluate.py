@@ -124,7 +124,7 @@ def _evaluate_texts(
             how = {"text_column": options["text_column"], "on_bad": bad}
             source = read_documents([text], stdin=sys.stdin.buffer, advance=advance, **how)
             losses["stdin" if text == "-" else text] = evaluate_text(lm, source, **lengths)
-    print_skipped(bad.skipped)
+    print_skipped(bad.reasons.values())
     total_loss = sum(losses.values(), TextLoss())
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in losses.items()}} if len(losses) > 1 else {}

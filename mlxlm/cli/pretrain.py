@@ -131,5 +131,5 @@ def _new_run(
     text = DataOptions(sources, weights, stdin=sys.stdin.buffer, **training_options.data_settings(options))
     tokenizer = training_options.given_tokenizer(options)
     run = train.start_run(out, text, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
-    training_options.print_skipped(run.data)
+    training_options.print_read(run.data)
     return run

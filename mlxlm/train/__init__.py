@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TrainingWarning,
         Validation,
     )
-    from mlxlm.train.finetune import open_base_model, start_finetune
+    from mlxlm.train.finetune import first_rows, open_base_model, start_finetune
     from mlxlm.train.loop import train
     from mlxlm.train.run import Run, repeat_run
     from mlxlm.train.settings import TokenizerOptions, TrainSettings
@@ -55,6 +55,7 @@ __all__ = [
     "TrainingWarning",
     "Validation",
     "check_trackers",
+    "first_rows",
     "join_process_group",
     "open_base_model",
     "probe",

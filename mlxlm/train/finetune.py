@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import time
@@ -15,7 +16,8 @@ from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_template import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.data import Chunk, DataOptions, Document
+from mlxlm.data import BadInput, Chunk, DataOptions, Document
+from mlxlm.data.preparation import read_sources
 from mlxlm.generation import GenerationConfig
 from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
@@ -37,7 +39,7 @@ from mlxlm.train.start import (
     prepare_shards,
 )
 from mlxlm.train.step import TrainStep
-from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
 DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
@@ -79,12 +81,15 @@ class RowEncoder:
         pieces: Number of documents made of them.
         split: Conversations that became several documents between turns only.
         cut: Conversations that have a question with an answer which is longer than a row.
+        tokens: Tokens of the documents.
+        learned_tokens: Those that are learned.
         needed_length: The sequence length that the longest question with its answer needs.
     """
 
     def __init__(self, encoder: ConversationEncoder, length: int):
         self._encoder, self._room = encoder, length + 1
         self.conversations = self.pieces = self.split = self.cut = self.needed_length = 0
+        self.tokens = self.learned_tokens = 0
 
     def __call__(self, document: Document) -> list[Chunk]:
         """Return the documents of a conversation."""
@@ -93,6 +98,8 @@ class RowEncoder:
         needed = max(int(np.flatnonzero(_loss_mask(chunk))[-1]) for chunk in exchanges)
         self.conversations += 1
         self.pieces += len(pieces)
+        self.tokens += sum(len(piece.ids) for piece in pieces)
+        self.learned_tokens += sum(int(_loss_mask(piece).sum()) for piece in pieces)
         self.needed_length = max(self.needed_length, needed)
         if needed >= self._room:
             self.cut += 1
@@ -104,7 +111,7 @@ class RowEncoder:
         """Return the event for the log, which suggests a sequence length of at most `context_length`."""
         suggested = min(64 * -(-self.needed_length // 64), context_length)
         helps = self.needed_length >= self._room and suggested >= self._room
-        counts = self.conversations, self.pieces, self.split, self.cut
+        counts = self.conversations, self.pieces, self.split, self.cut, self.tokens, self.learned_tokens
         return Conversations(*counts, self._room - 1, suggested if helps else None)
 
 
@@ -168,7 +175,7 @@ def start_finetune(
     data = as_data_options(data)
     budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
     config = _config_to_tune(base.config, encoder)
-    values.setdefault("max_seq_length", min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings))
+    values.setdefault("max_seq_length", _default_seq_length(config))
     peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
     values.setdefault("learning_rate", _LR_FRACTION * peak)
     draft = TrainSettings.provisional(values)
@@ -202,6 +209,37 @@ def start_finetune(
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
             RunLog(run.log_file).record(rows.event(config.max_position_embeddings), limited, forecast)
         return Run.open(out)
+
+
+def first_rows(
+    base: Checkpoint,
+    encoder: ConversationEncoder,
+    data: DataOptions,
+    count: int,
+    max_seq_length: int | None = None,
+) -> Iterator[tuple[Document, Chunk]]:
+    """Yield the first `count` conversations that `start_finetune` packs, or parts of them that fit a row.
+
+    Only as much of the data is read as they need. For the arguments and errors see `start_finetune`.
+    """
+    encode, on_bad = (
+        RowEncoder(encoder, max_seq_length or _default_seq_length(base.config)),
+        BadInput(data.on_bad_input),
+    )
+    documents = read_sources(data, data.sources, on_bad, check=lambda _document: None)
+    return itertools.islice(((d, piece) for d in documents for piece in _encoded(encode, d, on_bad)), count)
+
+
+def _encoded(encode: RowEncoder, document: Document, on_bad: BadInput) -> list[Chunk]:
+    try:
+        return encode(document)
+    except DataError as error:
+        on_bad(error)
+        return []
+
+
+def _default_seq_length(config: ModelConfig) -> int:
+    return min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings)
 
 
 def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
