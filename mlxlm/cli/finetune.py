@@ -64,7 +64,7 @@ _HELP_TEXTS = {
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
-    """Fine-tune MODEL on DATA, conversations in .jsonl, .json, .csv or .parquet files.
+    """Fine-tune MODEL on DATA: conversations in .jsonl, .json, .csv or .parquet files, or hf://datasets/OWNER/NAME.
 
     MODEL is a name of mlxlm models, a run, a folder, a .gguf file or a hub id. A line of DATA (here wrapped) is
 
@@ -72,7 +72,8 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     {"messages": [{"role": "user", "content": "What is 2 + 2?"},
                   {"role": "assistant", "content": "4"}]}
 
-    or {"prompt": ..., "completion": ...}, or Alpaca's {"instruction": ..., "input": ..., "output": ...}.
+    or {"prompt": ..., "completion": ...}, Alpaca's {"instruction": ..., "input": ..., "output": ...}, ShareGPT's
+    {"conversations": [{"from": "human", "value": ...}, ...]}, or another format of the documentation.
 
     All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
@@ -150,8 +151,8 @@ def _print_rows(rows: Iterable[tuple[Document, Chunk]], tokenizer: Tokenizer) ->
             if token.endswith("\n"):
                 text.append("\n")
         counts = f"{len(chunk.ids)} tokens, {sum(loss_mask)} learned"
-        console.print(Text(printable(f"{document.location} ({document.format}): {counts}"), "bold"))
-        console.print(text, "", sep="\n", soft_wrap=True)
+        heading = Text(printable(f"{document.location} ({document.format}): {counts}"), "bold")
+        console.print(heading, text, "", sep="\n", soft_wrap=True)
     if in_color:
         console.print(Text.assemble(("learned", _STYLES[True][0]), " ", ("context", _STYLES[False][0])))
     else:

@@ -113,11 +113,12 @@ def given_tokenizer(options: Mapping[str, Any]) -> TokenizerOptions:
 
 
 def print_read(data: Manifest | Path) -> None:
-    """Report the formats of the records that were read, and what was skipped; `data` can be the folder of a manifest."""
+    """Report the formats of the records that were read, and what was skipped: of a manifest, or the one in a folder."""
     manifest = data if isinstance(data, Manifest) else Manifest.read(data)
     formats = manifest.formats or []
     if any(format.name != "text" for format in formats):
-        render.say(f"record format: {', '.join(f'{f.name} ({f.documents:,} records)' for f in formats)}")
+        counts = (f"{f.name} ({f.documents:,} record{'s' * (f.documents != 1)})" for f in formats)
+        render.say(f"record format: {', '.join(counts)}")
     print_skipped(manifest.skip_reasons or [])
 
 
