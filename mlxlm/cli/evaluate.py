@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from mlxlm.cli.options import (
     reject_unused_options,
 )
 from mlxlm.cli.training_options import print_skipped
-from mlxlm.data.sources import read_documents, total_bytes
+from mlxlm.data.sources import read_documents, total_bytes, unseekable_source
 from mlxlm.data.text import BadInput
 from mlxlm.utils.errors import DataError, os_errors_as
 from mlxlm.utils.files import atomic_new_file
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     from mlxlm.evaluate.loss import TextLoss
     from mlxlm.evaluate.small_world import KindScore
 
-_TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
+_TEXT_OPTIONS = ("context_length", "stride", "adapt", "adapt_learning_rate", "text_column", "on_bad_input")
 _SMALL_WORLD_OPTIONS = ("num_questions", "temperature")
+_ADAPT = "Also predict TEXT while learning it: each window is learned after it was predicted."
 _STRIDE = "Tokens by which the window moves.  [default: half of --context-length]"
 
 
@@ -51,6 +53,8 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
     "Text", "--context-length", click.IntRange(1), "Tokens per window.  [default: the model's context, at most 2048]"
 )
 @option("Text", "--stride", click.IntRange(1), _STRIDE)
+@option("Text", "--adapt", bool, _ADAPT)
+@option("Text", "--adapt-learning-rate", click.FloatRange(0), "Of --adapt, for Adam.  [default: 1e-4]")
 @data_option("text_column", "Text", default="text")
 @data_option("on_bad_input", "Text")
 @option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
@@ -76,6 +80,8 @@ def evaluate(
     Every token is predicted once, from a sliding window with at least context-length - stride tokens before it. A
     smaller stride is slower, and usually gives a lower loss. `compare` and `quantize` use the default windows.
 
+    --adapt also predicts TEXT with weights that learn each window after it was predicted (test-time training).
+
     A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
     starts at 0.
     """
@@ -90,6 +96,7 @@ def evaluate(
     reject_unused_options(
         options,
         (not texts, _TEXT_OPTIONS, "there is no TEXT"),
+        (not options["adapt"], ["adapt_learning_rate"], "--adapt is not given"),
         (not multiple_choice, ["out"], "--multiple-choice is not given"),
         (not small_world, _SMALL_WORLD_OPTIONS, "--small-world is not given"),
     )
@@ -109,6 +116,7 @@ def evaluate(
 def _evaluate_texts(
     model: str, adapter: Path | None, texts: tuple[str, ...], options: dict[str, Any], as_json: bool
 ) -> None:
+    from mlxlm.evaluate.adaptation import ADAPT_LEARNING_RATE
     from mlxlm.evaluate.loss import TextLoss, evaluate_text, window_lengths
 
     total = total_bytes(texts)
@@ -116,30 +124,39 @@ def _evaluate_texts(
     given = options["context_length"], options["stride"]
     windows = window_lengths(lm.config.max_position_embeddings, *given)
     lengths = dict(zip(("context_length", "stride"), windows, strict=True))
-    losses: dict[str, TextLoss] = {}
+    rates: dict[str, float | None] = {"": None}
+    if options["adapt"]:
+        if (stream := unseekable_source(texts)) is not None:
+            raise DataError(f"{stream} can be read only once, and --adapt reads it twice", "a file")
+        given_rate = options["adapt_learning_rate"]
+        rates[", adapted"] = ADAPT_LEARNING_RATE if given_rate is None else given_rate
+    losses: dict[str, dict[str, TextLoss]] = {kind: {} for kind in rates}
     bad = BadInput(options["on_bad_input"] or "stop")
     start = time.perf_counter()
-    with render.bytes_progress("Evaluating", total) as advance:
-        for text in dict.fromkeys(texts):
-            how = {"text_column": options["text_column"], "on_bad": bad}
+    with render.bytes_progress("Evaluating", total and total * len(rates)) as advance:
+        for text, (kind, rate) in itertools.product(dict.fromkeys(texts), rates.items()):
+            how = {"text_column": options["text_column"], "on_bad": BadInput("skip") if kind else bad}
             source = read_documents([text], stdin=sys.stdin.buffer, advance=advance, **how)
-            losses["stdin" if text == "-" else text] = evaluate_text(lm, source, **lengths)
+            loss = evaluate_text(lm, source, **lengths, adapt_learning_rate=rate)
+            losses[kind]["stdin" if text == "-" else text] = loss
     print_skipped(bad.reasons.values())
-    total_loss = sum(losses.values(), TextLoss())
+    totals = {kind: sum(parts.values(), TextLoss()) for kind, parts in losses.items()}
     if as_json:
-        parts = {"texts": {name: loss.to_dict() for name, loss in losses.items()}} if len(losses) > 1 else {}
-        render.emit_json({"model": model, **total_loss.to_dict(), **lengths, "skipped": bad.skipped, **parts})
+        parts = {"texts": {name: loss.to_dict() for name, loss in losses[""].items()}} if len(losses[""]) > 1 else {}
+        adapted = {"adapted": totals[", adapted"].to_dict()} if options["adapt"] else {}
+        results = {**totals[""].to_dict(), **lengths, "skipped": bad.skipped, **parts, **adapted}
+        render.emit_json({"model": model, **results})
         return
-    rows = {**losses, "all": total_loss} if len(losses) > 1 else losses
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
     table: list[tuple[Any, ...]] = []
-    for name, x in rows.items():
-        bits = f"{x.bits_per_byte:.4f}", f"{x.bits_per_character:.4f}"
-        table.append((name, x.tokens, f"{x.loss:.4f}", f"{x.perplexity:.4g}", *bits))
+    for kind, rows in losses.items():
+        for name, x in {**rows, "all": totals[kind]}.items() if len(rows) > 1 else rows.items():
+            bits = f"{x.bits_per_byte:.4f}", f"{x.bits_per_character:.4f}"
+            table.append((name + kind, x.tokens, f"{x.loss:.4f}", f"{x.perplexity:.4g}", *bits))
     render.print_table(table, header)
     render.result(render.windows(**lengths))
-    seconds = time.perf_counter() - start
-    render.say(f"{total_loss.tokens} tokens in {human_seconds(seconds)}, {total_loss.tokens / seconds:.0f} tokens/s")
+    tokens, seconds = sum(total.tokens for total in totals.values()), time.perf_counter() - start
+    render.say(f"{tokens} tokens in {human_seconds(seconds)}, {tokens / seconds:.0f} tokens/s")
 
 
 def _evaluate_multiple_choice(model: str, adapter: Path | None, path: Path, out: Path | None, as_json: bool) -> None:

@@ -106,8 +106,8 @@ def prepare(
     render.print_table(_rows(manifest), ("split", "tokens", "documents", "text"))
     speed = human_bytes((manifest.train.bytes + manifest.validation.bytes) / seconds)
     render.say(f"wrote {out} in {human_seconds(seconds)} ({speed}/s)")
-    if manifest.validation_split == "tail":
-        render.say("there are few documents, so the end of the text is held out for validation")
+    if manifest.validation_split == "blocks":
+        render.say("there are few documents, so blocks spread over the text are held out for validation")
 
 
 def _rows(manifest: Manifest) -> list[tuple[str, int, int, str]]:

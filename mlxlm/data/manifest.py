@@ -152,7 +152,7 @@ class Manifest:
         fingerprint: Of the tokenizer.
         vocab_size: Of the tokenizer.
         dtype: Of the tokens: "uint16" or "uint32".
-        validation_split: How validation was chosen: "documents" (whole documents), "tail" (the end of the text, if
+        validation_split: How validation was chosen: "documents" (whole documents), "blocks" (spread over the text, if
             there are few documents), "files" (named by the user), or "mixed" (sources with weights are split
             separately, and not all in the same way).
         num_conversations: Documents that are conversations.

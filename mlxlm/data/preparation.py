@@ -28,6 +28,7 @@ from mlxlm.utils.json_files import write_json
 
 Encode = Callable[[Document], Iterable[Chunk]]
 MIN_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
+_BLOCK_BYTES, _MAX_BLOCKS = 4096, 32  # of a text that is cut: a block is several sequences long
 
 
 def prepare(
@@ -276,41 +277,56 @@ class ValidationSplit:
     """Splits documents into training and validation, deterministically.
 
     Holds out one document of every 1/`fraction`, drawn by `seed`. With fewer than 20 documents (or 1/`fraction`), it
-    holds out the last `fraction` of the text instead, by UTF-8 bytes, from the start of a line; conversations are
-    never cut.
+    holds out blocks of the text instead, from line start to line start, spread over all of it: the end of a text is
+    often about something else than the rest. Conversations are never cut: of few of them, the last are held out.
 
     Args:
         preview: All documents, to see whether there are few; those are read to their end. It is closed.
         fraction: Share to hold out.
-        seed: Draws the documents.
+        seed: Draws the documents or the blocks.
 
     Attributes:
-        kind: "documents", or "tail" if a document can be cut.
+        kind: "documents", or "blocks" if a document can be cut.
     """
 
     def __init__(self, preview: Generator[Document, None, None], fraction: float, seed: int):
         self._fraction, self._seed = fraction, seed
         enough = min_documents_to_split(fraction)
         with closing(preview) as documents:
-            self._sizes = [_num_bytes(document) for document in itertools.islice(documents, enough)]
-        self.kind = "documents" if len(self._sizes) == enough else "tail"
+            first = [(_num_bytes(d), d.messages is None) for d in itertools.islice(documents, enough)]
+        self._sizes = [size for size, _ in first]
+        self.kind = "documents" if len(first) == enough else "blocks"
         total = sum(self._sizes)
-        self._tail_start = total - max(1, round(fraction * total))
+        held_out = max(1, round(fraction * total))
+        spread = all(is_text for _, is_text in first)
+        self._blocks = _draw_blocks(total, held_out, seed) if spread else [(total - held_out, total)]
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[bool, Document]]:
-        """Yield the same documents again, each with whether it is held out; a document that is cut comes as two."""
+        """Yield the same documents again, each with whether it is held out; one that is cut comes in parts."""
         if self.kind == "documents":
             yield from zip(validation_draws(self._fraction, self._seed), documents, strict=False)
             return
         start = 0
         for size, document in zip(self._sizes, documents, strict=True):
-            if start < self._tail_start < start + size and document.messages is None:
-                first, rest = _split_pieces_at(document.pieces, self._tail_start - start)
-                yield False, replace(document, pieces=first, add_eos=False)
-                yield True, replace(document, pieces=rest, add_bos=False)
+            end = start + size
+            if document.messages is not None:
+                yield start > 0 and end > self._blocks[-1][0], document
             else:
-                yield start > 0 and start + size > self._tail_start, document
-            start += size
+                is_held_out = any(low <= start < high for low, high in self._blocks)
+                cuts = [bound - start for block in self._blocks for bound in block if start < bound < end]
+                for number, pieces in enumerate(_cut(document.pieces, cuts)):
+                    add_bos, add_eos = document.add_bos and number == 0, document.add_eos and number == len(cuts)
+                    yield is_held_out, replace(document, pieces=pieces, add_bos=add_bos, add_eos=add_eos)
+                    is_held_out = not is_held_out
+            start = end
+
+
+def _draw_blocks(total: int, held_out: int, seed: int) -> list[tuple[int, int]]:
+    """Return the bounds of blocks of `held_out` of `total` bytes: one at a random place in each of equal parts."""
+    count = min(_MAX_BLOCKS, max(1, held_out // _BLOCK_BYTES))
+    free = total - held_out  # shared equally by the parts, before and behind their blocks
+    starts = [int((i + _uniform(seed, i)) * free / count) + i * held_out // count for i in range(count)]
+    return [(start, start + held_out // count) for start in starts]
 
 
 def min_documents_to_split(fraction: float) -> int:
@@ -344,32 +360,30 @@ def _num_bytes(document: Document) -> int:
     return sum(len(text.encode("utf-8")) for text in itertools.chain(document.pieces, document.contents))
 
 
-def _split_pieces_at(pieces: Iterator[str], size: int) -> tuple[Iterator[str], Iterator[str]]:
-    """Split a text after about `size` bytes; read the first part before the second.
+def _cut(pieces: Iterator[str], cuts: Sequence[int]) -> Iterator[Iterator[str]]:
+    """Cut a text near the byte offsets `cuts`, in ascending order. Read each part to its end before the next.
 
-    The split is at the last line start within `size` bytes if it is in the piece where they end, else at the character.
+    A cut is at the last line start before it, or at the character if the part would have no line.
     """
-    remainder: list[str] = []
+    position, rest = 0, ""
 
-    def first() -> Iterator[str]:
-        remaining, line_ended = size, False
-        for piece in pieces:
-            encoded = piece.encode("utf-8")
-            if len(encoded) > remaining:
-                at = len(encoded[:remaining].decode("utf-8", "ignore"))
+    def part(stop: float) -> Iterator[str]:
+        nonlocal position, rest
+        line_ended = False  # of a part that isn't empty
+        while piece := rest or next(pieces, ""):
+            encoded, rest = piece.encode("utf-8"), ""
+            if position + len(encoded) > stop:
+                at = len(encoded[: int(stop) - position].decode("utf-8", "ignore"))
                 line = piece.rfind("\n", 0, at) + 1
                 if not line and not line_ended:
                     line = at
-                remainder.append(piece[line:])
-                if line:
-                    yield piece[:line]
-                return
-            yield piece
-            remaining -= len(encoded)
+                piece, rest = piece[:line], piece[line:]
+            position += len(piece.encode("utf-8"))
             line_ended = piece.endswith("\n")
+            if piece:
+                yield piece
+            if rest:
+                return
 
-    def rest() -> Iterator[str]:
-        yield from remainder
-        yield from pieces
-
-    return first(), rest()
+    for stop in (*cuts, math.inf):
+        yield part(stop)

@@ -15,6 +15,7 @@ import numpy as np
 from mlxlm.backend.mlx import eval_arrays, mx, nn
 from mlxlm.data import Document, TokenDataset
 from mlxlm.data.batches import validation_batches
+from mlxlm.evaluate.adaptation import AdaptiveScorer
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.scoring import first_token_bytes
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
@@ -298,7 +299,12 @@ class TextLoss:
 
 
 def evaluate_text(
-    lm: LoadedModel, documents: Iterable[Document], *, context_length: int | None = None, stride: int | None = None
+    lm: LoadedModel,
+    documents: Iterable[Document],
+    *,
+    context_length: int | None = None,
+    stride: int | None = None,
+    adapt_learning_rate: float | None = None,
 ) -> TextLoss:
     """Predict each token of each document once, each document separately.
 
@@ -313,26 +319,31 @@ def evaluate_text(
         documents: Texts, see `mlxlm.data.read_documents`.
         context_length: Tokens of a window. None: the model's context, at most 2048.
         stride: Tokens by which a window moves. None: half a window.
+        adapt_learning_rate: Learn each window with this learning rate after it was predicted, see `AdaptiveScorer`,
+            from the first document to the last. None: the weights stay as they are.
 
     Raises:
-        ConfigError: The context length or stride can't work.
+        ConfigError: The context length or stride can't work, or the weights can't be adapted.
         DataError: A document is a conversation, or there is no token to predict.
         CheckpointError: The loss is NaN.
     """
     context_length, stride = window_lengths(lm.config.max_position_embeddings, context_length, stride)
-    batcher = _WindowBatcher(lm.model)
+    if adapt_learning_rate is None:
+        scorer: _WindowBatcher | AdaptiveScorer = _WindowBatcher(lm.model)
+    else:
+        scorer = AdaptiveScorer(lm, context_length, adapt_learning_rate)
     size, characters, count = 0, 0, 0
     for document in documents:
         text = DocumentTokens(lm.tokenizer, document)
         for window, new in windows(text.chunks(), context_length, stride):
-            batcher.add(window, new)
+            scorer.add(window, new)
         size, characters, count = size + text.bytes, characters + text.characters, count + 1
-    batcher.flush()
-    if not batcher.tokens:
+    scorer.flush()
+    if not scorer.tokens:
         raise DataError("the text has no token to predict", "a longer text")
-    if not math.isfinite(batcher.nats):
+    if not math.isfinite(scorer.nats):
         raise CheckpointError(f"{lm.path}: the model's loss is not a number", "a checkpoint without NaN")
-    return TextLoss(batcher.nats, batcher.tokens, size, characters, count)
+    return TextLoss(scorer.nats, scorer.tokens, size, characters, count)
 
 
 class _WindowBatcher:

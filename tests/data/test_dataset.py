@@ -18,7 +18,7 @@ def test_slices_are_the_tokens(prepared, byte_level):
     for start, stop in [(0, 0), (0, 10), (4990, 5010), (5000, 10_000), (4999, 15_001), (0, n), (n, n)]:
         assert np.array_equal(data.slice(start, stop), joined[start:stop])
     assert data.vocab_size == byte_level.vocab_size
-    assert data.documents == 1 and data.bytes == data.manifest.train.bytes
+    assert data.documents == 2 and data.bytes == data.manifest.train.bytes
 
 
 def test_a_slice_of_one_shard_is_a_view(prepared):

@@ -9,9 +9,12 @@ import tracemalloc
 import jinja2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, prepare
-from mlxlm.data.preparation import training_texts
+from mlxlm.data.preparation import ValidationSplit, training_texts
+from mlxlm.data.text import Document
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import DataError
 from tests.data.helpers import jsonl
@@ -28,39 +31,61 @@ def whole(tokenizer, text):
     return [*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
-def test_one_long_text_keeps_its_tail_for_validation(tokenizer, text, tmp_path):
+def test_blocks_of_one_long_text_are_held_out(tokenizer, text, tmp_path):
     content = text(30_000)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0.1), tokenizer, tmp_path / "out")
-    train, validation = tokens(tmp_path / "out", "train"), tokens(tmp_path / "out", "validation")
-    # pieces are tokenized apart, and give what the whole text gives
-    assert train + validation == whole(tokenizer, content)
-    assert manifest.validation_split == "tail"
-    assert (manifest.train.tokens, manifest.validation.tokens) == (len(train), len(validation))
-    assert len(validation) == pytest.approx(0.1 * len(train + validation), rel=0.01)
-    assert manifest.train.bytes + manifest.validation.bytes == len(content.encode("utf-8"))
-    tail = content.encode("utf-8")[manifest.train.bytes :]
-    assert tokenizer.decode(validation).encode("utf-8") == tail
-    assert content.encode("utf-8")[: manifest.train.bytes].endswith(b"\n")
-    assert manifest.fingerprint == tokenizer.fingerprint
+    options = DataOptions([tmp_path / "a.txt"], validation_fraction=0.1)
+    manifest = prepare(options, tokenizer, tmp_path / "out")
+    assert manifest.validation_split == "blocks"
+    assert manifest.validation.bytes == pytest.approx(0.1 * len(content.encode()), rel=0.05)
+    train, validation = documents_of(tmp_path / "out", "train"), documents_of(tmp_path / "out", "validation")
+    assert len(validation) == min(32, manifest.validation.bytes // 4000)
+    assert sum(map(len, train)) == manifest.train.tokens and sum(map(len, validation)) == manifest.validation.tokens
+    # Together they are the whole text, and the blocks are spread over it.
+    parts = [part for pair in itertools.zip_longest(train, validation, fillvalue=[]) for part in pair]
+    assert tokenizer.decode(sum(parts, [])) == content
+    places = [start / sum(map(len, parts)) for start in itertools.accumulate(map(len, parts))][::2]
+    for quarter in range(4):
+        assert any(quarter / 4 <= place < (quarter + 1) / 4 for place in places)
+    assert all(tokenizer.decode(part).endswith("\n") for part in parts[:-2])
+    again = prepare(options, tokenizer, tmp_path / "again", seed=1)
+    assert again.validation.shards[0].sha256 != manifest.validation.shards[0].sha256
 
 
 def test_tiny_texts_still_give_both_splits(byte_level, tmp_path):
     (tmp_path / "a.txt").write_text("river")
     manifest = prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out")
     parts = [tokens(tmp_path / "out", name) for name in ("train", "validation")]
-    assert [byte_level.decode(part) for part in parts] == ["rive", "r"]
-    assert parts[0][0] == byte_level.bos_token_id and parts[1][-1] == byte_level.eos_token_id
+    assert [byte_level.decode(part) for part in parts] == ["rivr", "e"]
+    assert parts[0][0] == byte_level.bos_token_id and parts[0][-1] == byte_level.eos_token_id
     assert (manifest.train.bytes, manifest.validation.bytes) == (4, 1)
 
 
-def test_a_tail_of_several_documents(byte_level, text, tmp_path):
-    contents = [text(300, seed) for seed in range(4)]
-    path = jsonl(tmp_path / "a.jsonl", [{"text": content} for content in contents])
-    manifest = prepare(DataOptions([path], validation_fraction=0.4), byte_level, tmp_path / "out")
-    joined = tokens(tmp_path / "out", "train") + tokens(tmp_path / "out", "validation")
-    assert joined == sum((whole(byte_level, content) for content in contents), [])
-    assert (manifest.train.documents, manifest.validation.documents) == (3, 2)
+@given(
+    st.lists(st.text(st.sampled_from("a漢\n "), max_size=60), min_size=1, max_size=8),
+    st.floats(0.01, 0.9), st.integers(0, 99), st.integers(1, 40),
+)  # fmt: skip
+def test_blocks_of_any_documents(texts, fraction, seed, piece_chars):
+    """Nothing is lost or doubled, each document begins and ends once, and about `fraction` is held out."""
+
+    def documents():
+        for text in texts:
+            yield Document("", (text[i : i + piece_chars] for i in range(0, len(text), piece_chars)))
+
+    held_out, bos, eos, joined = 0, 0, 0, ""
+    for is_held_out, document in ValidationSplit(documents(), fraction, seed)(documents()):
+        part = "".join(document.pieces)
+        joined, bos, eos = joined + part, bos + document.add_bos, eos + document.add_eos
+        held_out += is_held_out * len(part.encode())
+    assert (joined, bos, eos) == ("".join(texts), len(texts), len(texts))
+    longest = max((len(line.encode()) + 1 for line in joined.split("\n")), default=0)
+    assert abs(held_out - max(1, round(fraction * len(joined.encode())))) <= max(longest, 4)
+
+
+def test_few_conversations_are_not_cut():
+    documents = [Document("", iter(()), [{"role": "user", "content": f"{i}" * 10, "weight": 1}]) for i in range(6)]
+    split = ValidationSplit((document for document in documents), 0.3, 0)
+    assert [held_out for held_out, _ in split(documents)] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3])
@@ -102,14 +127,14 @@ def test_no_split_is_empty_by_bad_luck(byte_level, tmp_path, n):
     path = jsonl(tmp_path / "a.jsonl", [{"text": f"river {i}"} for i in range(n)])
     for seed in range(5):
         manifest = prepare(DataOptions([path]), byte_level, tmp_path / f"out{seed}", seed=seed)
-        assert manifest.validation_split == ("tail" if n < 20 else "documents")
+        assert manifest.validation_split == ("blocks" if n < 20 else "documents")
         assert manifest.validation.documents >= 1
 
 
 @pytest.mark.parametrize("texts", [200, 3, 1])
 @pytest.mark.parametrize("weights", [None, [1, 1]])
 def test_training_texts_are_the_training_split(byte_level, text, tmp_path, texts, weights):
-    """To the byte: of many documents, of few, and of a single one, of which the end is held out."""
+    """To the byte: of many documents, of few, and of a single one, of which blocks are held out."""
     paths = [
         jsonl(
             tmp_path / f"{name}.jsonl",
@@ -119,7 +144,7 @@ def test_training_texts_are_the_training_split(byte_level, text, tmp_path, texts
     ]
     options = DataOptions(paths, weights=weights, validation_fraction=0.1)
     manifest = prepare(options, byte_level, tmp_path / "out", seed=3)
-    assert manifest.validation_split == ("documents" if texts > 20 else "tail") and manifest.validation.documents
+    assert manifest.validation_split == ("documents" if texts > 20 else "blocks") and manifest.validation.documents
     seen = "".join(training_texts(options, seed=3))
     assert seen == byte_level.decode(tokens(tmp_path / "out", "train"))
     assert len(seen.encode()) == manifest.train.bytes
@@ -128,16 +153,6 @@ def test_training_texts_are_the_training_split(byte_level, text, tmp_path, texts
     held[0].write_text("stone")
     all_text = "".join(training_texts(DataOptions(paths, weights=weights, validation=held)))
     assert len(all_text.encode()) == manifest.train.bytes + manifest.validation.bytes
-
-
-def test_tail_of_a_single_line_text(byte_level, tmp_path):
-    """Its tenth part would begin within a character of three bytes."""
-    content = "漢字 river " * 8999
-    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0.1), byte_level, tmp_path / "out")
-    assert (manifest.train.bytes, manifest.validation.bytes) == (13 * 8099, 13 * 900)
-    parts = [byte_level.decode(tokens(tmp_path / "out", name)) for name in ("train", "validation")]
-    assert "".join(parts) == content
 
 
 def test_a_pipe_is_read_once(byte_level, tmp_path):
