@@ -14,6 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def train_settings(text: str) -> dict[str, Any]:
+    """Fields of `TrainSettings`, given as "param_dtype=bfloat16+ema_decay=0.9"."""
+    values = dict(pair.split("=") for pair in text.split("+"))
+    return {name: float(value) if value[0].isdigit() else value for name, value in values.items()}
+
+
 def in_turn(rounds: int, **functions: Callable[[], float]) -> dict[str, list[float]]:
     """Call every function once per round, so that noise of the machine affects all of them."""
     values: dict[str, list[float]] = {name: [] for name in functions}
@@ -78,12 +84,12 @@ def plain_mlx() -> Iterator[None]:
     def activation(_function):
         return lambda gate, up: nn.silu(gate) * up
 
-    def summed_loss(model, tokens, _segments, _weights):
-        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="sum")
+    def linear_cross_entropy(hidden, weight, targets, _weights, **_):
+        return nn.losses.cross_entropy(hidden @ weight.T, targets, reduction="sum")
 
-    places = ((attention_module, "attention"), (block, "with_fused_gradients"), (step_module, "summed_loss"))
+    places = ((attention_module, "attention"), (block, "with_fused_gradients"), (step_module, "linear_cross_entropy"))
     originals = [getattr(*place) for place in places]
-    for place, function in zip(places, (attention, activation, summed_loss), strict=True):
+    for place, function in zip(places, (attention, activation, linear_cross_entropy), strict=True):
         setattr(*place, function)
     try:
         yield

@@ -135,11 +135,11 @@ def train_nanochat(
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "PYTHONUNBUFFERED": "1"}
     run = {"cwd": options.nanochat, "env": environment}
     before = child_seconds()
-    tokenizer = [options.python, "-m", "scripts.tok_train", "--vocab-size=2048"]
+    tokenizer = [options.python, "-m", "scripts.tok_train", "--vocab-size", "2048"]
     subprocess.run(tokenizer, check=True, stdout=sys.stderr, **run)
     used, validation, best = child_seconds() - before, 0.0, math.inf
     eval_tokens = 2048 * max(1, held_out.stat().st_size // 3 // 2048)
-    lengths = f"--num-iterations={options.nanochat_steps}", f"--eval-tokens={eval_tokens}"
+    lengths = f"--num-iterations {options.nanochat_steps} --eval-tokens {eval_tokens}".split()
     with subprocess.Popen(
         [options.python, *_NANOCHAT.split(), *lengths], stdout=subprocess.PIPE, text=True, **run
     ) as process:

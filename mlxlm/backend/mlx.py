@@ -5,6 +5,7 @@ A fast BLAS is loaded first, since MLX binds `cblas_sgemm` to the library that t
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import warnings
@@ -91,6 +92,12 @@ def limit_buffer_cache() -> Iterator[None]:
         mx.set_cache_limit(previous)
 
 
+def free_memory() -> None:
+    """Free the memory of models that are no longer used: reference cycles keep them until Python collects those."""
+    gc.collect()
+    mx.clear_cache()
+
+
 def eval_in_parallel(graphs: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Evaluate independent graphs, a few at a time: on a CPU on two cores, where MLX otherwise uses one.
 
@@ -127,6 +134,7 @@ __all__ = [
     "async_eval_arrays",
     "eval_arrays",
     "eval_in_parallel",
+    "free_memory",
     "limit_buffer_cache",
     "mx",
     "nn",

@@ -76,6 +76,8 @@ class SFTEncoder:
         """
         if document.messages is None:
             raise DataError(f"{document.location} is a text, not a conversation", _ROW_HINT)
+        if document.rejected is not None:
+            raise DataError(f"{document.location} is a preference, not a conversation", "`loss=dpo`, orpo or kto")
         try:
             messages = [Message.from_dict(message) for message in document.messages]
         except TokenizerError as error:

@@ -16,6 +16,7 @@ from mlxlm.utils.json_files import read_json_object
 
 RUN_FILE = "train.json"
 QUANTIZATION_REPORT, QUANTIZATION_PLOT = "quantization.json", "quantization.png"  # in the folder of a quantized model
+SUITE_FILE = "suite.json"  # in a run's folder: scores of its checkpoints
 MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; in a run, that of its best checkpoint
 GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # name of a part of a split model
 _GGUF_QUANTIZATION = re.compile(r"(?<![A-Z0-9])(?:(?:UD-)?[IT]?Q\d\w*|B?F16|F32|MXFP4\w*)(?=[.-])")

@@ -40,7 +40,7 @@ _MINUTES = "Minutes for the slowest variant; the others get as many tokens."
 @option("Training length", "--tokens", float, _TOKENS)
 @option("Training length", "--minutes", float, _MINUTES)
 @training_options.data_options()
-@training_options.setting_options()
+@training_options.setting_options(training_options.DISTILLATION)
 @runtime_options
 @json_option
 def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) -> None:

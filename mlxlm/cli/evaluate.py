@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm import generation
+from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder, locate
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     MODEL,
@@ -27,9 +29,13 @@ from mlxlm.cli.options import (
     option,
     reject_unused_options,
 )
+from mlxlm.cli.suite_report import print_checkpoints, print_suite
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.data import Document
 from mlxlm.data.sources import read_documents, total_bytes, unseekable_source
 from mlxlm.data.text import BadInput
+from mlxlm.report import REPORT_FILE
+from mlxlm.train.run import Run
 from mlxlm.utils.errors import DataError, os_errors_as
 from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_seconds
@@ -39,8 +45,11 @@ if TYPE_CHECKING:
     from mlxlm.evaluate.loss import TextLoss
     from mlxlm.evaluate.small_world import KindScore
 
-_TEXT_OPTIONS = ("context_length", "stride", "adapt", "adapt_learning_rate", "text_column", "on_bad_input")
+_WINDOW_OPTIONS = ("context_length", "stride", "adapt", "adapt_learning_rate")
+_TEXT_OPTIONS = (*_WINDOW_OPTIONS, "text_column", "on_bad_input")
 _SMALL_WORLD_OPTIONS = ("num_questions", "temperature")
+_SUITE_OPTIONS = ("fast", "seed", "plot")
+_SUITE = "Evaluate grammar, tasks in context, calibration, and loss by position; without a download."
 _ADAPT = "Also predict TEXT while learning it: each window is learned after it was predicted."
 _STRIDE = "Tokens by which the window moves.  [default: half of --context-length]"
 
@@ -62,6 +71,10 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
 @option("Small world", "--small-world", bool, "Ask held-out questions about the built-in corpus; see mlxlm prepare.")
 @option("Small world", "--num-questions", click.IntRange(1, 1000), "Questions of each kind.  [default: 20]")
 @option("Small world", "--temperature", click.FloatRange(0), "Sampling temperature.  [default: 0, greedy]")
+@option("Suite", "--suite", bool, _SUITE)
+@option("Suite", "--fast", bool, "A quarter of the items of the suite.")
+@option("Suite", "--seed", click.IntRange(0), "Chooses the items.  [default: 0]")
+@option("Suite", "--plot", PATH, "New file for a picture of the results: .png, .svg or .pdf.", metavar="FILE")
 @adapter_option()
 @json_option
 def evaluate(
@@ -72,10 +85,14 @@ def evaluate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Evaluate MODEL on TEXT, on multiple-choice questions, or on the built-in corpus.
+    """Evaluate MODEL on TEXT, on multiple-choice questions, on the built-in corpus, or on the built-in suite.
 
     TEXT gives loss, perplexity, bits per byte and bits per character; --multiple-choice gives the accuracy;
     --small-world counts the right answers to each kind of question.
+
+    --suite compares pairs of sentences of which one is grammatical, and measures tasks such as copying and addition,
+    and the calibration and the loss by position on TEXT or a built-in text. If MODEL is a training run, it evaluates
+    each checkpoint that was kept, and the run's report shows the curves.
 
     Every token is predicted once, from a sliding window with at least context-length - stride tokens before it. A
     smaller stride is slower, and usually gives a lower loss. `compare` and `quantize` use the default windows.
@@ -85,17 +102,25 @@ def evaluate(
     A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
     starts at 0.
     """
-    small_world = options.pop("small_world")
-    kinds = {"TEXT": texts, "--multiple-choice": multiple_choice, "--small-world": small_world}
+    small_world, suite = options.pop("small_world"), options.pop("suite")
+    text_alone = texts and not suite
+    kinds = {
+        "TEXT": text_alone,
+        "--multiple-choice": multiple_choice,
+        "--small-world": small_world,
+        "--suite": suite,
+    }
     given = [name for name, value in kinds.items() if value]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} can't be combined (try: one command for each)")
     if not given:
-        hint = "TEXT files, - for standard input, --multiple-choice FILE or --small-world"
+        hint = "TEXT files, - for standard input, --multiple-choice FILE, --small-world or --suite"
         raise click.UsageError(f"there is nothing to evaluate (try: {hint})")
     reject_unused_options(
         options,
         (not texts, _TEXT_OPTIONS, "there is no TEXT"),
+        (suite, _WINDOW_OPTIONS, "--suite has windows of its own"),
+        (not suite, _SUITE_OPTIONS, "--suite is not given"),
         (not options["adapt"], ["adapt_learning_rate"], "--adapt is not given"),
         (not multiple_choice, ["out"], "--multiple-choice is not given"),
         (not small_world, _SMALL_WORLD_OPTIONS, "--small-world is not given"),
@@ -107,6 +132,8 @@ def evaluate(
             render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
         else:
             render.print_small_world(scores)
+    elif suite:
+        _evaluate_suite(model, adapter, texts, options, as_json)
     elif multiple_choice:
         _evaluate_multiple_choice(model, adapter, multiple_choice, options["out"], as_json)
     else:
@@ -157,6 +184,53 @@ def _evaluate_texts(
     render.result(render.windows(**lengths))
     tokens, seconds = sum(total.tokens for total in totals.values()), time.perf_counter() - start
     render.say(f"{tokens} tokens in {human_seconds(seconds)}, {tokens / seconds:.0f} tokens/s")
+
+
+def _evaluate_suite(
+    model: str, adapter: Path | None, texts: tuple[str, ...], options: dict[str, Any], as_json: bool
+) -> None:
+    from mlxlm.evaluate.suite.checkpoints import evaluate_checkpoints
+    from mlxlm.evaluate.suite.plot import FORMATS, suite_figure
+    from mlxlm.evaluate.suite.suite import FAST, FULL, evaluate_suite
+
+    plot, size, seed = options["plot"], FAST if options["fast"] else FULL, options["seed"] or 0
+    if plot is not None and plot.suffix.lower() not in FORMATS:
+        raise click.UsageError(f"--plot {plot} has no format (try: a name that ends with {', '.join(FORMATS)})")
+    bad = BadInput(options["on_bad_input"] or "stop")
+
+    def documents() -> Iterator[Document] | None:
+        column = options["text_column"]
+        return read_documents(texts, stdin=sys.stdin.buffer, text_column=column, on_bad=bad) if texts else None
+
+    is_run = adapter is None and is_run_folder(Path(model))
+    if is_run and (stream := unseekable_source(texts)) is not None:
+        raise DataError(f"{stream} can be read only once, and each checkpoint of a run reads it", "a file")
+    with nullcontext() if plot is None else atomic_new_file(plot, DataError) as file:
+        with render.phases_progress() as progress:
+            how: dict[str, Any] = {"seed": seed, "progress": progress}
+            if is_run:
+                results = evaluate_checkpoints(Path(model), size, documents=documents, texts=texts, **how)
+            else:
+                results = {0: evaluate_suite(generation.load(model, adapter), size, documents=documents(), **how)}
+        # Of a run, its best checkpoint: the one that every other command uses
+        best = checkpoint_step(locate(model).weights) if is_run else 0
+        if file is not None:
+            suite_figure(results[best]).savefig(file, format=plot.suffix[1:].lower(), dpi=120)
+    print_skipped(bad.reasons.values())
+    if as_json:
+        steps = {"step": best, "checkpoints": {step: asdict(x) for step, x in results.items()}} if is_run else {}
+        render.emit_json({"model": model, "seed": seed, **asdict(size), **asdict(results[best]), **steps})
+    else:
+        if is_run:
+            render.result(f"best checkpoint: step {best}")
+        print_suite(results[best])
+        if len(results) > 1:
+            render.result("")
+            print_checkpoints(results)
+    if is_run:
+        run = Run.open(model)
+        run.write_plots()
+        render.say(f"the curves are in {run.path / REPORT_FILE}")
 
 
 def _evaluate_multiple_choice(model: str, adapter: Path | None, path: Path, out: Path | None, as_json: bool) -> None:

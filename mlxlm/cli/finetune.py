@@ -12,9 +12,17 @@ from rich.text import Text
 
 from mlxlm import train
 from mlxlm.cli import render, training_options
-from mlxlm.cli.options import MODEL, SectionedCommand, data_option, offline_option, option
+from mlxlm.cli.options import (
+    MODEL,
+    SectionedCommand,
+    data_option,
+    field_option,
+    given_values,
+    offline_option,
+    option,
+)
 from mlxlm.cli.run_options import (
-    command_start_time,
+    given_budget,
     pop_runtime_options,
     require_arguments,
     resumed_run,
@@ -22,9 +30,11 @@ from mlxlm.cli.run_options import (
     runtime_options,
 )
 from mlxlm.cli.training import phase, run_and_summarize
+from mlxlm.config.option import options_of
 from mlxlm.data import Chunk, Document
 from mlxlm.data.options import DataOptions
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.train.settings import TrainSettings
 from mlxlm.utils.formatting import printable
 
 # Samples of text would show no conversation, and fine-tuning has its own packing.
@@ -35,10 +45,13 @@ _STYLES = {True: ("black on green", "black on bright_green"), False: ("default",
 _HELP_TEXTS = {
     "batch_size": "Rows per forward pass.  [default: 16, fewer for few conversations]",
     "max_seq_length": "Tokens per row.  [default: the model's context, at most 512]",
-    "learning_rate": "Peak learning rate.  [default: a fifth of pretrain's, which depends on the model size]",
+    "learning_rate": "Peak learning rate.  [default: by model size: a fifth of pretrain's, with --loss less]",
     "eval_every": "Steps between validations; 0: only at the end.  [default: a tenth of all steps]",
     "seed": "Random seed of data order and dropout.  [default: 0]",
 }
+
+
+_PREFERENCE_SETTINGS = {name: options_of(TrainSettings)[name] for name in ("loss", "beta")}
 
 
 @click.command(cls=SectionedCommand)
@@ -47,7 +60,7 @@ _HELP_TEXTS = {
 @click.argument("data", nargs=-1)
 @run_options
 @training_options.steps_option
-@option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
+@option("Training length", "--epochs", float, "Number of passes over DATA.  [default: 3; with --loss dpo or kto 1]")
 @option("Training length", "--minutes", float, "Time limit.")
 @option(
     "Data",
@@ -61,7 +74,10 @@ _HELP_TEXTS = {
 @data_option("text_column", "Data")
 @data_option("on_bad_input", "Data")
 @option("Data", "--show", click.IntRange(1), _SHOW)
+@field_option(_PREFERENCE_SETTINGS["loss"], section="Preferences", common=True)
+@field_option(_PREFERENCE_SETTINGS["beta"], section="Preferences")
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
+@training_options.quantize_bits_option
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     """Fine-tune MODEL on DATA: conversations in .jsonl, .json, .csv or .parquet files, or hf://datasets/OWNER/NAME.
@@ -73,7 +89,9 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
                   {"role": "assistant", "content": "4"}]}
 
     or {"prompt": ..., "completion": ...}, Alpaca's {"instruction": ..., "input": ..., "output": ...}, ShareGPT's
-    {"conversations": [{"from": "human", "value": ...}, ...]}, or another format of the documentation.
+    {"conversations": [{"from": "human", "value": ...}, ...]}, or another format of the documentation. With --loss it is
+    a preference: {"prompt": ..., "chosen": ..., "rejected": ...}, or for KTO also {"prompt": ..., "completion": ...,
+    "label": true}. A prompt or an answer is a text, or a list of messages.
 
     All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
@@ -110,18 +128,20 @@ def _new_run(
     usage = "mlxlm finetune MODEL DATA --out RUN, or --resume RUN"
     require_arguments(usage, {"MODEL": model, "DATA": data, "--out": out or show})
     assert model is not None  # for type checkers
-    training_options.reject_unused_settings(options, ())
+    training_options.reject_unused_settings(
+        options, (), (options["loss"] in (None, "cross_entropy"), ["beta"], "only --loss dpo, orpo and kto have it")
+    )
     base, tokenizer = train.open_base_model(model)
     eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     encoder = SFTEncoder(tokenizer, eos_ids, options["chat_template"])
     conversations = DataOptions(data, stdin=sys.stdin.buffer, **training_options.data_settings(options))
+    preferences = given_values({name: options[name] for name in _PREFERENCE_SETTINGS})
+    settings = {**training_options.given_settings(options), **preferences}
     if show is not None:
-        _print_rows(train.first_rows(base, encoder, conversations, show, options["max_seq_length"]), tokenizer)
+        _print_rows(train.first_rows(base, encoder, conversations, show, settings), tokenizer)
         return None
     assert out is not None
-    limits = {"epochs": options["epochs"], "minutes": options["minutes"]}
-    budget = train.Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())
-    settings = training_options.given_settings(options)
+    budget = given_budget(options, duty_cycle=duty_cycle)
     run = train.start_finetune(
         out, base, tokenizer, encoder, conversations, budget=budget, settings=settings, phase=phase
     )

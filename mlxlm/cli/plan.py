@@ -28,7 +28,7 @@ from mlxlm.train.settings import TrainSettings
 
 _TRAINING = (
     *("batch_size", "max_seq_length", "grad_accumulation_steps", "optimizer", "ema_decay", "dtype"),
-    "grad_checkpoint",
+    *("param_dtype", "optimizer_state", "grad_checkpoint"),
 )
 _INFERENCE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits", "num_hosts")
 

@@ -11,9 +11,9 @@ import click
 from mlxlm import train
 from mlxlm.cli import training_options
 from mlxlm.cli.distributed import finish_before_sigterm, is_launched, launch_processes
-from mlxlm.cli.options import PATH, SectionedCommand, given_flags, option
+from mlxlm.cli.options import MODEL, PATH, SectionedCommand, given_flags, offline_option, option
 from mlxlm.cli.run_options import (
-    command_start_time,
+    given_budget,
     override_option,
     pop_runtime_options,
     require_arguments,
@@ -27,30 +27,39 @@ from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.data.options import DataOptions, parse_weighted_sources
 
 _PRESET = "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]"
+_INIT = "Start from this model and its tokenizer."
 _REPEAT = "Repeat RUN in --out; it ends with the same weights."
+_TOKENS = "Number of tokens, such as 2e7.  [default: 20 per parameter; with --init one epoch]"
 _HOURS = "Time limit; also chooses the model size, unless --preset or --config is given."
+_DECAY_STEPS = (
+    "With --resume RUN or RUN/checkpoints/step-N: a new run in --out that ends there after decaying the learning rate."
+)
 _LAW = "Choose the model size by the scaling law that mlxlm scaling fitted in FOLDER."
 _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 
 
 @click.command(cls=SectionedCommand)
 @click.argument("data", nargs=-1)
+@offline_option
 @run_options
 @option("Run", "--repeat", PATH, _REPEAT, metavar="RUN", advanced=True)
+@option("Model", "--init", MODEL, _INIT, metavar="MODEL")
 @training_options.model_options("Model", _PRESET)
 @override_option
 @training_options.steps_option
-@option("Training length", "--tokens", float, "Number of tokens, such as 2e7.  [default: 20 per parameter]")
+@option("Training length", "--tokens", float, _TOKENS)
 @option("Training length", "--hours", float, _HOURS)
 @option("Training length", "--minutes", float, "The same in minutes.")
+@option("Training length", "--decay-steps", click.IntRange(1), _DECAY_STEPS, advanced=True)
 @option("Training length", "--scaling-law", PATH, _LAW, metavar="FOLDER", advanced=True)
 @training_options.data_options()
 @training_options.setting_options()
+@training_options.quantize_bits_option
 @runtime_options
 @option("Distributed", "--hosts", str, _HOSTS, metavar="A,B,...", advanced=True)
 @option("Distributed", "--num-processes", click.IntRange(2), "Train in N processes on this machine.", advanced=True)
 def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None, **options: Any) -> None:
-    """Train a model from scratch on DATA.
+    """Train a model on DATA: a new one, or with --init an existing one.
 
     DATA is text files, .jsonl, .csv, .parquet or .arrow files, folders, - for stdin, or prepared shards. With
     PATH=WEIGHT, training draws that share of its tokens from PATH.
@@ -80,7 +89,6 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
 def _train(process_group: train.ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:
     runtime = pop_runtime_options(options)
     run = resumed_run(data, options)
-    resume = run is not None
     out, repeat = options.pop("out"), options.pop("repeat")
     if run is None and repeat is not None:
         if out is None or data or given_flags(options):
@@ -88,48 +96,45 @@ def _train(process_group: train.ProcessGroup, data: tuple[str, ...], options: di
         run = train.repeat_run(out, train.Run.open(repeat))
     if run is None:
         run = _new_run(data, out, options, process_group.size, runtime["power"].duty_cycle)
-    run_and_summarize(run, resume=resume, process_group=process_group, **runtime)
+    run_and_summarize(run, resume=True, process_group=process_group, **runtime)
 
 
 def _new_run(
     data: tuple[str, ...], out: Path | None, options: dict[str, Any], num_processes: int, duty_cycle: float
 ) -> train.Run:
     from mlxlm.experiments.scaling_analysis import read_law
-    from mlxlm.train.budget import check_duration
 
     require_arguments("mlxlm pretrain DATA --out RUN, or --resume RUN", {"DATA": data, "--out": out})
     assert out is not None  # for type checkers
     sources, weights = parse_weighted_sources(data)
     has_time_limit = options["minutes"] is not None or options["hours"] is not None
-    picks_size = has_time_limit and not options["preset"] and not options["config"]
+    init = options["init"]
+    picks_size = has_time_limit and not options["preset"] and not options["config"] and init is None
     training_options.reject_unused_settings(
         options,
         sources,
-        (options["minutes"] is not None, ["hours"], "--minutes says how long"),
+        (init, ["preset", "config", "overrides", "scaling_law"], "the model of --init has its own architecture"),
+        (init, ["path", "vocab_size", "tokenizer_type"], "the model of --init has its own tokenizer"),
+        (options["teacher"], ["vocab_size", "tokenizer_type"], "the model has the tokenizer of --teacher"),
         (not picks_size, ["scaling_law"], "the model size is picked only with --hours and without --preset"),
         (picks_size, ["overrides"], "the model size is picked for the time; give --preset to change a part"),
     )
     if num_processes > 1 and "-" in sources:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
-    check_duration(hours=options["hours"])
     settings, config = training_options.given_settings(options), None
-    if not picks_size:
+    if not picks_size and init is None:
         config = training_options.chosen_config(options)
         names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
         length = settings.get("max_seq_length", training_options.default_max_seq_length(config))
         if not has_time_limit:  # which fits the length to the time
             settings["max_seq_length"] = length
         config = with_overrides(config, options["overrides"], training_options.FLAGS | names, length)
-    budget = train.Budget(
-        tokens=options["tokens"],
-        minutes=options["minutes"] if options["hours"] is None else 60 * options["hours"],
-        duty_cycle=duty_cycle,
-        start_time=command_start_time(),
-        num_processes=num_processes,
-        scaling_law=options["scaling_law"] and read_law(options["scaling_law"]),
-    )
+    law = options["scaling_law"] and read_law(options["scaling_law"])
+    budget = given_budget(options, duty_cycle=duty_cycle, num_processes=num_processes, scaling_law=law)
     text = DataOptions(sources, weights, stdin=sys.stdin.buffer, **training_options.data_settings(options))
     tokenizer = training_options.given_tokenizer(options)
-    run = train.start_run(out, text, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
+    run = train.start_run(
+        out, text, config, init=init, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase
+    )
     training_options.print_read(run.data)
     return run

@@ -11,35 +11,80 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, add_options, allow_sleep_option, flag, given_flags, is_given, option
+from mlxlm.cli.options import (
+    PATH,
+    add_options,
+    allow_sleep_option,
+    flag,
+    given_flags,
+    is_given,
+    option,
+    reject_unused_options,
+)
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import compatibility_warning, resolve_model_type
 from mlxlm.train.throttle import PowerPolicy
 
+_RESUME = "Continue this run; with a training length, to that length."
 _MOVED_DATA = "With --resume: the new place of the run's prepared data."
 run_options = add_options(
     option("Run", "--out", PATH, "New folder for the run."),
-    option("Run", "--resume", PATH, "Continue this run.", metavar="RUN"),
+    option("Run", "--resume", PATH, _RESUME, metavar="RUN"),
     option("Run", "--data moved_data", PATH, _MOVED_DATA, metavar="FOLDER", advanced=True),
 )
 
 
+_LENGTHS = ("steps", "tokens", "epochs", "minutes", "hours")
+
+
 def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> train.Run | None:
-    """Open the run of --resume, with its data at --data; None without --resume.
+    """Open the run of --resume, with its data at --data and its new length; None without --resume.
 
     Args:
         arguments: Values that exclude --resume.
-        options: The options, which exclude --resume too, because the run has its own. --resume and --data are removed.
+        options: The options. Those that don't say where or how long exclude --resume too, because the run has its own.
+            --resume, --data and --decay-steps are removed.
     """
-    path, moved_data = options.pop("resume"), options.pop("moved_data")
+    path, moved_data, decay_steps = (options.pop(name, None) for name in ("resume", "moved_data", "decay_steps"))
     if path is None:
-        if moved_data is not None:
-            raise click.UsageError("--data needs --resume RUN: it says where that run's data was moved to")
+        for name, value in (("data", moved_data), ("decay-steps", decay_steps)):
+            if value is not None:
+                raise click.UsageError(f"--{name} needs --resume RUN")
         return None
-    refuse_with_resume(any(arguments), options, path)
+    if decay_steps is not None:
+        refuse_with_resume(any(arguments), [name for name in options if name != "out"], path)
+        require_arguments(f"mlxlm pretrain --resume {path} --decay-steps N --out RUN", {"--out": options["out"]})
+        return train.start_decay_branch(options["out"], path, decay_steps)
+    refuse_with_resume(any(arguments), [name for name in options if name not in _LENGTHS], path)
     run = train.Run.open(path)
-    return run if moved_data is None else run.with_data(moved_data)
+    if moved_data is not None:
+        run = run.with_data(moved_data)
+    if any(options.get(name) is not None for name in _LENGTHS):
+        before, run = run, train.extend_run(run, given_budget(options, steps=options["steps"]))
+        if run.settings != before.settings:
+            render.say(_new_schedule(run.settings))
+    return run
+
+
+def _new_schedule(settings: train.TrainSettings) -> str:
+    """What happens to the learning rate of a run whose length has changed."""
+    text = f"the learning rate follows the {settings.lr_schedule} schedule of the new length"
+    if settings.rewarm_learning_rate is None:
+        return text
+    return f"{text}, from {settings.rewarm_learning_rate:.3g} within {settings.warmup + 1} steps"
+
+
+def given_budget(options: Mapping[str, Any], **values: Any) -> train.Budget:
+    """The Budget of --tokens, --epochs, --minutes and --hours, and of other `values`."""
+    from mlxlm.train.budget import check_duration
+
+    minutes, hours = options.get("minutes"), options.get("hours")
+    reject_unused_options(options, (minutes is not None, ["hours"], "--minutes says how long"))
+    check_duration(hours=hours)
+    minutes = minutes if hours is None else 60 * hours
+    values |= {"tokens": options.get("tokens"), "epochs": options.get("epochs"), "minutes": minutes}
+    return train.Budget(start_time=command_start_time(), **values)
 
 
 def refuse_with_resume(has_data: bool, options: Iterable[str], path: Path) -> None:

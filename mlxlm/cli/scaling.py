@@ -30,6 +30,7 @@ _HOURS = {"h": 1.0, "min": 1 / 60, "m": 1 / 60, "d": 24.0}
 _UNUSED_SETTINGS = (
     *("eval_every", "sample_every", "sample_prompt", "sample_tokens"),
     *("save_total_limit", "decay_fraction"),
+    *training_options.DISTILLATION,
 )
 _SIZES = "Model sizes in parameters, such as 0.1m,0.3m,1m, or presets.  [default: chosen for the time limit]"
 _RATIOS = "Training lengths of each size, in tokens per parameter.  [default: 5,10,20,40]"

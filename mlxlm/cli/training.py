@@ -22,7 +22,7 @@ from mlxlm.cli.render import spinner
 from mlxlm.cli.restart import restart_after
 from mlxlm.cli.run_options import runtime_arguments
 from mlxlm.cli.stop_signals import StopRequest
-from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
+from mlxlm.cli.training_metrics import TrainingMetrics, line_chart, metric_texts
 from mlxlm.report import REPORT_FILE, read_run
 from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
@@ -177,11 +177,20 @@ def print_forecast(run: train.Run) -> None:
     entry = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
     if entry and all(number(entry.get(name)) >= 0 for name in ("split", "cut")):
         render.say(_conversations(entry))
-    if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
+    entry = entry_before_start(run.log_file, "preferences", ("max_seq_length",))
+    if entry and all(number(entry.get(name)) >= 0 for name in ("chosen", "rejected", "too_long", "same")):
+        render.say(_preferences(entry))
+    if entry := _forecast(run):
         render.say(
             f"predicted from three steps: {human_seconds(entry['seconds'])} with validation, and "
             f"{human_bytes(entry['memory'])} of MLX's arrays at the peak"
         )
+
+
+def _forecast(run: train.Run) -> dict[str, Any] | None:
+    """The forecast in the log, unless the run was extended since then."""
+    extended = run.settings.rewarm_step is not None
+    return None if extended else entry_before_start(run.log_file, "forecast", _FORECAST)
 
 
 def _conversations(entry: dict[str, Any]) -> str:
@@ -204,6 +213,20 @@ def _conversations(entry: dict[str, Any]) -> str:
     return text
 
 
+def _preferences(entry: dict[str, Any]) -> str:
+    """The preferences of a run, and which were left out."""
+    kinds = ("desirable", "undesirable") if entry.get("loss") == "kto" else ("chosen", "rejected")
+    text = f"{entry['chosen']:,} {kinds[0]} and {entry['rejected']:,} {kinds[1]} answers"
+    if entry["same"]:
+        text += f"; {entry['same']:,} rows are left out because both answers are the same"
+    if entry["too_long"]:
+        row = f"a row of {entry['max_seq_length']} tokens"
+        text += f"; {entry['too_long']:,} are left out because they are longer than {row}"
+        if (length := entry.get("suggested_seq_length")) is not None:
+            text += f" (try: --max-seq-length {length})"
+    return text
+
+
 def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> None:
     """Print the loss curve, the result and how to continue, at the end of a run."""
     if isinstance(ending, events.Stopped):
@@ -215,17 +238,18 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
         return
     if render.console.is_terminal:
         steps = read_run(run.path).steps
-        render.say("training loss (nats per token)")
+        render.say(f"training loss{'' if run.settings.has_pairs else ' (nats per token)'}")
         points = list(zip(steps["tokens"], steps["loss"], strict=True))
         for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
     if ending.best_loss is not None:
         speed = f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else ""
+        unit = ", chosen answers" if run.settings.has_pairs else " nats per token,"
         render.say(
-            f"best validation: {ending.best_loss:.4f} nats per token, {ending.bits_per_byte:.4f} bits per byte; "
+            f"best validation: {ending.best_loss:.4f}{unit} {ending.bits_per_byte:.4f} bits per byte; "
             f"{speed}{human_seconds(ending.seconds)} of steps"
         )
-    if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
+    if entry := _forecast(run):
         render.say(
             f"predicted {human_seconds(entry['step_seconds'])} of steps and {human_bytes(entry['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
@@ -282,10 +306,14 @@ def _print_event(event: events.Event) -> None:
         )
     elif isinstance(event, events.Validation):
         load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
-        render.say(
-            f"{at}validation {event.loss:.4f} nats per token, perplexity "
-            f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}{load}"
-        )
+        tokens = f"perplexity {event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte"
+        in_tokens = ("nll_loss", "cross_entropy")
+        metrics = metric_texts({name: value for name, value in event.metrics.items() if name not in in_tokens})
+        if "nll_loss" in event.metrics:
+            tokens = f"{', '.join(metrics)}; chosen answers: {tokens}"
+        else:
+            tokens = ", ".join(["nats per token", *metrics, tokens])
+        render.say(f"{at}validation {event.loss:.4f} {tokens}{' (best)' if event.best else ''}{load}")
     elif isinstance(event, events.Sample):
         render.say(f"{at}{event.prompt}{event.text}", style="dim")
     elif isinstance(event, events.CheckpointNotSaved):

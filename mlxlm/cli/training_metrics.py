@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
 from mlxlm.train import events
@@ -61,7 +62,9 @@ class TrainingMetrics:
         if step.tokens_per_second:
             metrics.append(f"{step.tokens_per_second:,.0f} tokens/s")
         if self._best:
-            metrics.append(f"best {self._best.bits_per_byte:.3f} bits/byte")
+            best = f"{self._best.loss:.3f}" if self._best.metrics else f"{self._best.bits_per_byte:.3f} bits/byte"
+            metrics.append(f"best {best}")
+        metrics += metric_texts(step.metrics)
         metrics.append(human_bytes(step.memory))
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops
@@ -89,6 +92,11 @@ class TrainingMetrics:
             return f"{left.strip()}{right}"[:width]
         filled = round(share * room)
         return f"{left}{'━' * filled}{'┄' * (room - filled)}{right}"
+
+
+def metric_texts(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics of a loss that have a value, each with its name."""
+    return [f"{name} {value:.3g}" for name, value in metrics.items() if math.isfinite(value)]
 
 
 def _packed(texts: list[str], width: int) -> list[str]:

@@ -6,15 +6,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, add_options, field_option, given_values, option, reject_unused_options
 from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
+from mlxlm.config.quantization import BITS, Format
 from mlxlm.data.manifest import Manifest, SkipReason, is_prepared
 from mlxlm.data.options import DataOptions
 from mlxlm.families import load_config, load_preset
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
 
+DISTILLATION = ("teacher", "kd_ratio", "kd_temperature", "teacher_top_k")
 _MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
 _SHOWN_REASONS = 5  # kinds of bad input, the most frequent
 # The options of a run that the command line has, by name; `steps` is among the options of each command's length.
@@ -36,6 +40,15 @@ def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str]
     return add_options(*(field_option(SETTINGS[name], (help_texts or {}).get(name)) for name in added))
 
 
+quantize_bits_option = option(
+    "Distillation",
+    "--quantize-bits",
+    click.Choice([str(bits) for bits in BITS]),
+    "Train with the weights rounded as mlxlm quantize does with these --bits, so that its result is better.",
+    advanced=True,
+)
+
+
 def default_max_seq_length(config: ModelConfig) -> int:
     """The length of rows, if the command line doesn't set it."""
     return min(_MAX_SEQ_LENGTH, config.max_position_embeddings)
@@ -43,7 +56,9 @@ def default_max_seq_length(config: ModelConfig) -> int:
 
 def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of TrainSettings that the command line sets, `steps` among them."""
-    return given_values({name: options.get(name) for name in SETTINGS})
+    bits = options.get("quantize_bits")
+    quantization = None if bits is None else Format(int(bits)).to_dict()
+    return given_values({**{name: options.get(name) for name in SETTINGS}, "quantization": quantization})
 
 
 def reject_unused_settings(
@@ -60,6 +75,7 @@ def reject_unused_settings(
         (prepared, ["text_column", "on_bad_input"], "prepared data is already tokenized"),
         (options.get("preset") and options.get("config"), ["preset"], "--config chooses the model"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
+        (not options.get("teacher"), DISTILLATION, "--teacher is not given"),
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
         (options["lr_schedule"] != "wsd", ["decay_fraction"], "--lr-schedule wsd is not given"),
         (options["lr_schedule"] == "constant", ["min_lr_ratio"], "--lr-schedule constant stays at the peak"),

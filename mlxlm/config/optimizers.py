@@ -6,35 +6,15 @@ Plain declarations without MLX, so that the planner, the settings and the comman
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxlm.config.counts import count_parameters, matrix_parameters, sublayers
+from mlxlm.config.counts import count_parameters, sublayers
 from mlxlm.config.model_config import ModelConfig
 
-
-def _two_averages(config: ModelConfig) -> int:
-    return 2 * config.parameter_count()
-
-
-def _muon_state(config: ModelConfig) -> int:
-    """One momentum for each matrix of the layers; AdamW's two averages for the other parameters."""
-    return 2 * config.parameter_count() - matrix_parameters(config)
-
-
-def _adafactor_state(config: ModelConfig) -> int:
-    """One number for each row and column of a matrix, and for each element of a vector."""
-    groups, hidden = count_parameters(config), config.hidden_size
-    matrices = sum(
-        layers * matrix.experts * (matrix.inputs + matrix.outputs)
-        for sublayer, layers in sublayers(config)
-        for matrix in sublayer.matrices
-    )
-    tables = [(groups[name] // hidden, hidden) for name in ("embedding", "positions", "head") if groups[name]]
-    if width := config.per_layer_width:
-        tables += [(groups["per_layer_embedding"] // width, width), (width, hidden)]
-    return matrices + sum(rows + columns for rows, columns in tables) + groups["norms"] + groups["biases"]
+# Of a matrix; where rows are shorter, as in short convolutions, `optimizer_state` changes nothing.
+MIN_ROW = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +23,8 @@ class OptimizerSpec:
 
     Attributes:
         mlx_class: Class of `mlx.optimizers`, for all parameters that `layer_matrices` doesn't update.
-        state_size: Numbers (float32) that the optimizer keeps for a model.
+        averages: Running averages that the optimizer keeps, each as large as the parameters. 0: only sums over the rows
+            and the columns of matrices, and one average of vectors.
         weight_decay: Default decoupled weight decay.
         beta1: Default decay of the average of gradients.
         beta2: Default decay of the average of squared gradients (Lion: of the momentum). None if the optimizer has no
@@ -51,11 +32,11 @@ class OptimizerSpec:
         lr_scale: Default peak learning rate as a multiple of AdamW's.
         min_lr: Smallest default peak learning rate.
         arguments: Further arguments of the class.
-        layer_matrices: The optimizer of the layers' matrices, if it is another one: "muon".
+        layer_matrices: The optimizer of the layers' matrices, if it is another one: "muon", which has one average.
     """
 
     mlx_class: str
-    state_size: Callable[[ModelConfig], int]
+    averages: int
     weight_decay: float
     beta1: float
     beta2: float | None
@@ -70,21 +51,44 @@ class OptimizerSpec:
 # processor time.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     # 0.1 and 0.95 are GPT-3's: 0.999 averages over longer than a short run lasts (Brown et al. 2020, appendix B).
-    "adamw": OptimizerSpec(
-        "AdamW", lambda c: 2 * c.parameter_count(), 0.1, 0.9, 0.95, arguments={"bias_correction": True}
-    ),
+    "adamw": OptimizerSpec("AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}),
     # Its updates are as large as AdamW's, so rate and decay carry over (Liu et al. 2025, 2.2). The betas are those of
     # AdamW, which updates embeddings, head and vectors (Jordan et al. 2024).
-    "muon": OptimizerSpec(
-        "AdamW", _muon_state, 0.1, 0.9, 0.95, arguments={"bias_correction": True}, layer_matrices="muon"
-    ),
+    "muon": OptimizerSpec("AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}, layer_matrices="muon"),
     # A sign is larger than an AdamW update: 3 to 10 times less rate, as much more decay; betas for language models
     # (Chen et al. 2023, 5). Measured as above: a tenth of AdamW's rate 2.66 bits per byte, a fifth 2.75, a twentieth
     # 2.90.
-    "lion": OptimizerSpec("Lion", ModelConfig.parameter_count, 0.5, 0.95, 0.98, lr_scale=0.1),
+    "lion": OptimizerSpec("Lion", 1, 0.5, 0.95, 0.98, lr_scale=0.1),
     # Rates are relative to the size of a weight: 0.01 (Shazeer & Stern 2018, 8), which is too little for a small
     # model. Measured as above: 2.82 bits per byte with 0.01, 2.54 with 0.04. No momentum and no decay, as in T5.
     "adafactor": OptimizerSpec(
-        "Adafactor", _adafactor_state, 0.0, 0.0, None, lr_scale=5.0, min_lr=0.01, arguments={"relative_step": False}
+        "Adafactor", 0, 0.0, 0.0, None, lr_scale=5.0, min_lr=0.01, arguments={"relative_step": False}
     ),
 }
+
+
+STATE_DTYPES = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 4)}  # bytes per element, and per row of a matrix
+
+
+def optimizer_bytes(config: ModelConfig, optimizer: str, dtype: str = "float32") -> int:
+    """Return the bytes of the state of an optimizer, whose averages of matrices are stored in `dtype`.
+
+    What `dtype` is for matrices with rows shorter than MIN_ROW isn't considered: they are few.
+    """
+    spec, groups, hidden = OPTIMIZERS[optimizer], count_parameters(config), config.hidden_size
+    tables = [(groups[name] // hidden, hidden) for name in ("embedding", "positions", "head") if groups[name]]
+    if width := config.per_layer_width:
+        tables += [(groups["per_layer_embedding"] // width, width), (width, hidden)]
+    layers = [
+        (count * matrix.experts, matrix.outputs, matrix.inputs)
+        for sublayer, count in sublayers(config)
+        for matrix in sublayer.matrices
+    ]
+    vectors = groups["norms"] + groups["biases"]
+    if not spec.averages:
+        return 4 * (vectors + sum(map(sum, tables)) + sum(n * (rows + columns) for n, rows, columns in layers))
+    element, row = STATE_DTYPES[dtype]
+    bytes_of_tables = sum(rows * (columns * element + row) for rows, columns in tables)
+    bytes_of_layers = sum(n * rows * (columns * element + row) for n, rows, columns in layers)
+    of_layers = 1 if spec.layer_matrices == "muon" else spec.averages
+    return spec.averages * (4 * vectors + bytes_of_tables) + of_layers * bytes_of_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.utils.errors import ConfigError
@@ -69,6 +69,13 @@ class Format:
     def to_dict(self) -> dict[str, Any]:
         """The format as in config.json."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+def compatible_format(requested: Format, width: int) -> Format | None:
+    """The format with the largest group size up to the requested one that divides `width`; None if none does."""
+    sizes = reversed(GROUP_SIZES) if requested.affine else [requested.group_size]
+    size = next((g for g in sizes if g <= requested.group_size and width % g == 0), None)
+    return None if size is None else replace(requested, group_size=size)
 
 
 def gets_more_bits(layer: int, layers: int) -> bool:

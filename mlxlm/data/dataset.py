@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class TokenDataset:
         self._ends = list(accumulate(map(len, self._shards)))
 
     @classmethod
-    def open(cls, folder: str | Path, split: str) -> TokenDataset:
+    def open(cls, folder: str | Path, split: str) -> Self:
         """Map the shards of `split` ("train" or "validation").
 
         Raises:
@@ -67,7 +67,7 @@ class TokenDataset:
         if self.split != "train" or len(self.manifest.parts) == 1:
             return [DatasetPart(self.split, 1.0, self)]
         return [
-            DatasetPart(p.name, p.weight, TokenDataset(self.manifest, self.split, self._folder, p.train, p.name))
+            DatasetPart(p.name, p.weight, type(self)(self.manifest, self.split, self._folder, p.train, p.name))
             for p in self.manifest.parts
         ]
 

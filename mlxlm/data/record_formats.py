@@ -19,6 +19,7 @@ Read = Callable[[Record, str], Document | None]  # gets a record and its locatio
 # Of OpenAI's older format and of other programs: they would change what is learned.
 _REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_template_kwargs": "`chat_template`"}
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}  # of ShareGPT
+_PREFERENCE_HINT = '{"prompt": "...", "chosen": "...", "rejected": "..."}, with texts or messages'
 _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
@@ -129,6 +130,36 @@ def _pair(question_field: str, answer_field: str, input_field: str | None = None
     return read
 
 
+def _labeled_pair(record: Record, location: str) -> Document | None:
+    """A prompt and a completion with a label, as for KTO: whether the completion is desirable."""
+    document = _pair("prompt", "completion")(record, location)
+    if document is not None and isinstance(record["label"], bool):
+        document.label = record["label"]
+    return document
+
+
+def _preference(record: Record, location: str) -> Document:
+    """A chosen and a rejected answer to a prompt, or two conversations that begin alike."""
+    prompt, documents = record.get("prompt"), []
+    for field in ("chosen", "rejected"):
+        answer = record[field]
+        if isinstance(answer, str):
+            if prompt is None:
+                raise DataError(f"{location}: '{field}' is text without a 'prompt'", _PREFERENCE_HINT)
+            answer = [{"role": "assistant", "content": answer}]
+        answer = _list(answer, field, location)
+        if isinstance(prompt, list):
+            answer = prompt + answer
+        elif prompt is not None and not any(isinstance(m, dict) and m.get("role") == "user" for m in answer[:2]):
+            answer = [{"role": "user", "content": prompt}, *answer]  # else it is a whole conversation
+        documents.append(_conversation(answer, record, location))
+    chosen, rejected = documents
+    if chosen is None or rejected is None:
+        raise DataError(f"{location}: an answer has no messages", _PREFERENCE_HINT)
+    chosen.rejected = rejected.messages
+    return chosen
+
+
 def _conversation(messages: list[Any], record: Record, location: str) -> Document | None:
     """A document of messages, with the system message and the tools of its record."""
     _refuse_fields(record, location)
@@ -140,8 +171,10 @@ def _conversation(messages: list[Any], record: Record, location: str) -> Documen
 
 
 FORMATS = (
+    RecordFormat("preference", ("chosen", "rejected"), _preference, ("prompt", "system", "tools")),
     RecordFormat("messages", ("messages",), _messages("messages"), ("tools",)),
     RecordFormat("conversations", ("conversations",), _messages("conversations"), ("system", "tools")),
+    RecordFormat("labeled completion", ("prompt", "completion", "label"), _labeled_pair, ("system", "tools")),
     RecordFormat("prompt and completion", ("prompt", "completion"), _pair("prompt", "completion"), ("system", "tools")),
     RecordFormat(
         "Alpaca", ("instruction", "output"), _pair("instruction", "output", "input"), ("input", "system", "tools")

@@ -84,6 +84,8 @@ class Document:
             also if it was null) and a "weight" (1, or 0 if the message is not to be learned). None for a text.
         tools: Of a conversation, the functions that the assistant can call, in OpenAI's form.
         format: Name of the record's format, see `mlxlm.data.record_formats`; "text" for a file of text.
+        rejected: Of a preference, the conversation with the rejected answer; `messages` has the chosen one.
+        label: Whether the answer is desirable, if that is known.
         add_bos: False if the document was cut at its start.
         add_eos: False if the document was cut at its end.
     """
@@ -95,6 +97,8 @@ class Document:
     add_eos: bool = True
     tools: list[Any] | None = None
     format: str = "text"
+    rejected: list[dict[str, Any]] | None = None
+    label: bool | None = None
 
     @property
     def contents(self) -> list[str]:

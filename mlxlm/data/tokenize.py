@@ -121,6 +121,9 @@ def check_conversation(document: Document) -> None:
     """Raise DataError if `document` is a conversation with something that `CHAT_TEMPLATE` doesn't show."""
     for message in document.messages or ():
         check_role(message["role"], document.location)
+    if document.rejected is not None:
+        hint = "mlxlm finetune --loss dpo"
+        raise DataError(f"{document.location} is a preference, which only fine-tuning can learn", hint)
     if document.tools or any(message.get("tool_calls") for message in document.messages or ()):
         hint = "mlxlm finetune, which shows them as a chat does"
         raise DataError(f"{document.location} has tools or tool calls, which only fine-tuning can learn", hint)
@@ -129,7 +132,7 @@ def check_conversation(document: Document) -> None:
 def _control_id(tokenizer: Tokenizer, name: str, location: str) -> int:
     token = tokenizer.special_tokens.get(f"<|{name}|>")
     if token is None:
-        hint = "a tokenizer from mlxlm tokenizer train"
+        hint = "mlxlm finetune, or a tokenizer from mlxlm tokenizer train"
         raise DataError(f"{location} is a conversation, but the tokenizer has no <|{name}|>", hint)
     return token
 

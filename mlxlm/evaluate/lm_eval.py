@@ -29,7 +29,7 @@ except ImportError as error:
 
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message
-from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer
+from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer, start_token_id
 from mlxlm.generation import GenerationOptions, Request, get_engine, load, run_batch
 
 _MAX_LENGTH = 2048  # default limit of a text, in tokens: prompts are rarely longer
@@ -73,16 +73,13 @@ class MlxlmModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        ids = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *sorted(self._loaded.eos_token_ids)
-        eot_id = next((id for id in ids if id is not None), None)
-        if eot_id is None:
-            raise ConfigError("the tokenizer has neither a BOS nor an EOS token", "another model")
-        return eot_id
+        eos = self.tokenizer.eos_token_id
+        return self.prefix_token_id if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context."""
-        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+        return start_token_id(self._loaded)
 
     @property
     def tokenizer_name(self) -> str:

@@ -11,7 +11,7 @@ from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.kernels import cross_entropy
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError, ConfigError
 
 _MAX_LOGITS = 32 << 20  # values computed at a time: 128 MB in float32
 _MAX_COLUMNS = 256  # tokens of a row in one forward pass
@@ -28,6 +28,15 @@ class Loglikelihood(NamedTuple):
 
     logprob: float
     is_greedy: bool
+
+
+def start_token_id(lm: LoadedModel) -> int:
+    """The token before a text without context: BOS, else EOS. Raises ConfigError if the tokenizer has neither."""
+    ids = lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id, *sorted(lm.eos_token_ids)
+    for id in ids:
+        if id is not None:
+            return id
+    raise ConfigError("the tokenizer has neither a BOS nor an EOS token", "another model")
 
 
 class LoglikelihoodScorer:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.config.numbers import is_int
-from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
+from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import DataError
@@ -129,38 +129,48 @@ def evaluate_multiple_choice(lm: LoadedModel, questions: Iterable[Question]) -> 
     """
     scorer = LoglikelihoodScorer(lm)
     for question in questions:
-        logprobs = _logprobs(lm, scorer, question)
+        try:
+            scores = score_choices(lm, scorer, question.question, question.choices)
+        except DataError as error:
+            raise error.prefixed(question.location) from None
+        logprobs = [score.logprob for score in scores]
         sizes = [len(choice.encode("utf-8")) for choice in question.choices]
         by_bytes = [logprob / size for logprob, size in zip(logprobs, sizes, strict=True)]
         predicted, predicted_by_bytes = logprobs.index(max(logprobs)), by_bytes.index(max(by_bytes))
         yield ChoiceResult(question.line, question.answer, predicted, predicted_by_bytes, logprobs)
 
 
-def _logprobs(lm: LoadedModel, scorer: LoglikelihoodScorer, question: Question) -> list[float]:
+def score_choices(
+    lm: LoadedModel, scorer: LoglikelihoodScorer, question: str, choices: Sequence[str]
+) -> list[Loglikelihood]:
+    """Score each choice as the continuation of a question, see `evaluate_multiple_choice`.
+
+    Raises:
+        DataError: The question with a choice is longer than the model's context.
+    """
     # Prompts can differ, since a token that continues into a choice belongs to that choice.
     prompts: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for i, choice in enumerate(question.choices):
+    for i, choice in enumerate(choices):
         prompt, continuation = _encode(lm, question, choice)
         prompts.setdefault(tuple(prompt), {})[i] = continuation
-    logprobs = [0.0] * len(question.choices)
+    scores: dict[int, Loglikelihood] = {}
     for shared, continuations in prompts.items():
-        for i, score in zip(continuations, scorer.score(shared, list(continuations.values())), strict=True):
-            logprobs[i] = score.logprob
-    return logprobs
+        scores |= zip(continuations, scorer.score(shared, list(continuations.values())), strict=True)
+    return [scores[i] for i in range(len(choices))]
 
 
-def _encode(lm: LoadedModel, question: Question, choice: str) -> tuple[list[int], list[int]]:
+def _encode(lm: LoadedModel, question: str, choice: str) -> tuple[list[int], list[int]]:
     """Token ids of the question, and of the choice after it."""
-    separator = "" if question.question[-1].isspace() or choice[0].isspace() else " "
-    prompt = lm.tokenizer.encode(question.question.rstrip())
-    ids = lm.tokenizer.encode(question.question + separator + choice)
+    separator = "" if question[-1].isspace() or choice[0].isspace() else " "
+    prompt = lm.tokenizer.encode(question.rstrip())
+    ids = lm.tokenizer.encode(question + separator + choice)
     limit = lm.config.max_position_embeddings
     if len(ids) > limit:
-        message = f"{question.location}: question and choice have {len(ids)} tokens, and the model's context {limit}"
+        message = f"question and choice have {len(ids)} tokens, and the model's context {limit}"
         raise DataError(message, "a shorter question, or a model with more context")
     split = common_prefix_length(prompt, ids)
     if split == 0:
-        raise DataError(f"{question.location}: the question has no token before a choice", "a longer question")
+        raise DataError("the question has no token before a choice", "a longer question")
     return ids[:split], ids[split:]
 
 

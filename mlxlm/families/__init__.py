@@ -28,6 +28,7 @@ from mlxlm.families.weight_mapping import (
     is_mlx_layout,
     kv_b_mappings,
     normalize_tensor_name,
+    quantizable_modules,
     weight_mappings,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "mlx_lm_mismatch",
     "normalize_tensor_name",
     "preset_names",
+    "quantizable_modules",
     "resolve_model_type",
     "rope_parameters",
     "text_part",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import SPARSE
+from mlxlm.config.counts import sublayers
 from mlxlm.families.family import KV_B_PARTS, KV_B_PROJ, Family, same_names
 from mlxlm.families.registry import family_of
 
@@ -228,3 +229,15 @@ def _mlx_lm_name(family: Family, name: str) -> str:
         if name.startswith(hf_prefix):
             return mlx_prefix + name.removeprefix(hf_prefix)
     return name
+
+
+def quantizable_modules(config: ModelConfig) -> Callable[[str], bool]:
+    """Return a function of a module's name: whether its matrix may be quantized.
+
+    Routers and convolutions keep their precision, and so do the two modules of `kv_b_proj`, whose rows aren't those of
+    the matrix in the file.
+    """
+    matrices = (matrix for sublayer, _ in sublayers(config) for matrix in sublayer.matrices)
+    exact = tuple(matrix.module for matrix in matrices if matrix.group in ("router", "convolution"))
+    per_head = {m for mapping in weight_mappings(config, for_mlx=True) if mapping.per_head for m in mapping.modules}
+    return lambda module: not module.endswith(exact) and module not in per_head

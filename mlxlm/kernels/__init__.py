@@ -9,6 +9,7 @@ from mlxlm.kernels.activations import clamped_swiglu, gelu, gelu_tanh, swiglu, w
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
+from mlxlm.kernels.distillation import Distillation, LinearLogits, linear_distillation_loss
 from mlxlm.kernels.latent_attention import latent_attention
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
 from mlxlm.kernels.qk_norm_rope import RoPE, qk_norm_rope
@@ -17,6 +18,8 @@ from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 
 __all__ = [
+    "Distillation",
+    "LinearLogits",
     "QuantizedKV",
     "RoPE",
     "add_rms_norm",
@@ -28,6 +31,7 @@ __all__ = [
     "kth_smallest",
     "latent_attention",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "log_softmax",
     "masked_attention",
     "prepare_masked_attention",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.eval_points import eval_point
@@ -78,6 +79,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk: int | None = None,
     training: bool = False,
+    reduction: str = "sum",
 ) -> mx.array:
     """Compute the weighted sum of `cross_entropy(hidden @ weightᵀ, targets)` without all logits in memory.
 
@@ -94,16 +96,29 @@ def linear_cross_entropy(
         chunk: Rows of logits in memory at a time. None chooses for the device.
         training: Whether to compute the gradients along with the loss (Hsu et al. 2024, "Liger Kernel", section 3.2).
             Otherwise, taking a gradient computes the logits twice.
+        reduction: "sum"; or "none" for the loss of each position, without `weights` and `training`.
 
     Returns:
-        The loss in nats, a float32 scalar.
+        The loss in nats, a float32 scalar; without reduction float32 `[N]`.
     """
-    weights = mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
-    if bias is not None:  # as one more input, which is 1; it takes a copy of the weight
-        hidden = mx.concatenate([hidden, mx.ones((len(hidden), 1), hidden.dtype)], axis=1)
-        weight = mx.concatenate([weight, bias[:, None]], axis=1)
+    hidden, weight = with_bias(hidden, weight, bias)
     rows = chunk or chunk_rows(weight.shape[0])
-    return _function(rows, softcap, training)(hidden, weight, targets, weights)[0]
+    if reduction == "none":
+        return _unreduced(rows, softcap)(hidden, weight, targets)
+    return _function(rows, softcap, training)(hidden, weight, targets, row_weights(targets, weights))[0]
+
+
+def with_bias(hidden: mx.array, weight: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Return factors whose product has the bias: it is one more input, which is 1. It takes a copy of the weight."""
+    if bias is None:
+        return hidden, weight
+    ones = mx.ones((len(hidden), 1), hidden.dtype)
+    return mx.concatenate([hidden, ones], axis=1), mx.concatenate([weight, bias[:, None]], axis=1)
+
+
+def row_weights(targets: mx.array, weights: mx.array | None) -> mx.array:
+    """Return the weight of each position, float32 `[N]`: by default 1."""
+    return mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
 
 
 def chunk_rows(vocab_size: int, device: str = "cpu" if ON_CPU else "gpu") -> int:
@@ -114,39 +129,93 @@ def chunk_rows(vocab_size: int, device: str = "cpu" if ON_CPU else "gpu") -> int
 @cache
 def _function(rows: int, softcap: float | None, training: bool) -> Callable[..., tuple[mx.array, ...]]:
     """Make the function (hidden, weight, targets, weights) -> (loss, and if `training` gradients of the first two)."""
+    return chunked_loss(partial(_chunk, softcap), rows, training)
+
+
+def _chunk(
+    softcap: float | None, hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """Return the weighted losses, and the gradient of their sum; see `chunked_loss`."""
+    logits, slope = capped_logits(hidden, weight, softcap)
+    losses, logit_grads = weighted_cross_entropy(Softmax.of(logits), targets, weights)
+    return [losses], scaled_by(logit_grads, slope).astype(hidden.dtype)
+
+
+def chunked_loss(
+    chunk: Callable[..., tuple[list[mx.array], mx.array]], rows: int, training: bool, shared: int = 0
+) -> Callable[..., tuple[mx.array, ...]]:
+    """Make a differentiable function that computes a loss of logits `rows` by `rows`.
+
+    Its arguments are hidden `[N, h]`, weight `[V, h]`, arrays `[N, ...]`, and `shared` arrays that each chunk gets as a
+    whole. It returns the sums of what `chunk` returns, and if `training` the gradients of `hidden` and `weight`. Only
+    the first sum, and only these two arguments, have a gradient.
+
+    Args:
+        chunk: Called with the same arguments for n of the rows. Returns arrays `[n]`, of which the first has the
+            losses, and the gradient of their sum by `hidden @ weight.T`, in the dtype of `hidden`.
+        rows: Rows of logits in memory at a time.
+        training: Whether to compute the gradients along with the loss.
+        shared: Number of the last arguments that aren't divided into rows.
+    """
 
     @mx.custom_function
     def loss(*arrays: mx.array) -> tuple[mx.array, ...]:
-        total, gradients = _chunked(list(arrays), rows, softcap, training)
-        return total, *gradients
+        results, gradients = _chunked(list(arrays), chunk, rows, training, shared)
+        return *(sum(x.sum() for x in column) for column in zip(*results, strict=True)), *gradients
 
     @loss.vjp
     def loss_vjp(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
-        gradients = outputs[1:] if training else _chunked(primals, rows, softcap, True)[1]
+        gradients = outputs[-2:] if training else _chunked(primals, chunk, rows, True, shared)[1]
         scaled = [(cotangents[0] * g).astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
         return scaled + [mx.zeros_like(x) for x in primals[2:]]
 
     return loss
 
 
+@cache
+def _unreduced(rows: int, softcap: float | None) -> Callable[..., mx.array]:
+    """Make the function (hidden, weight, targets) -> losses of the positions."""
+    chunk = partial(_chunk, softcap)
+
+    @mx.custom_function
+    def losses(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
+        arrays = [hidden, weight, targets, mx.ones(targets.shape)]
+        return mx.concatenate([losses for [losses] in _chunked(arrays, chunk, rows, training=False)[0]])
+
+    @losses.vjp
+    def losses_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> list[mx.array]:
+        gradients = _chunked([*primals, cotangent], chunk, rows, training=True)[
+            1
+        ]  # the cotangents are weights of a sum
+        scaled = [g.astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
+        return [*scaled, mx.zeros_like(primals[2])]
+
+    return losses
+
+
 def _chunked(
-    arrays: list[mx.array], rows: int, softcap: float | None, training: bool
-) -> tuple[mx.array, list[mx.array]]:
-    """Return the loss of (hidden, weight, targets, weights) and, if `training`, the gradients of hidden and weight."""
-    hidden, weight, targets, weights = arrays
-    chunks = -(-len(targets) // rows)
-    ends = [i * len(targets) // chunks for i in range(1, chunks)]  # chunks of about the same size
-    total, weight_grad = None, None
+    arrays: list[mx.array],
+    chunk: Callable[..., tuple[list[mx.array], mx.array]],
+    rows: int,
+    training: bool,
+    num_shared: int = 0,
+) -> tuple[list[list[mx.array]], list[mx.array]]:
+    """Return the arrays of each chunk and, if `training`, the gradients of hidden and weight. See `chunked_loss`."""
+    (hidden, weight, *others), shared = arrays[: len(arrays) - num_shared], arrays[len(arrays) - num_shared :]
+    chunks = -(-len(hidden) // rows)
+    ends = [i * len(hidden) // chunks for i in range(1, chunks)]  # chunks of about the same size
+    results: list[list[mx.array]] = []
+    weight_grad = None
     hidden_grads: list[mx.array] = []
-    for part in zip(*(mx.split(x, ends) for x in (hidden, targets, weights)), strict=True):
-        if total is not None:  # only one chunk's logits at a time: wait for the last chunk
-            part = mx.depends(list(part), [total, *hidden_grads[-1:], *([weight_grad] if training else [])])
-        loss, logit_grads = _chunk(part[0], weight, part[1], part[2], softcap)
-        total = loss if total is None else total + loss
+    for part in zip(*(mx.split(x, ends) for x in (hidden, *others)), strict=True):
+        if results:  # only one chunk's logits at a time: wait for the last chunk
+            part = mx.depends(list(part), [*results[-1], *hidden_grads[-1:], *([weight_grad] if training else [])])
+        result, logit_grads = chunk(part[0], weight, *part[1:], *shared)
+        results.append(result)
         if training:
             hidden_grads.append(eval_point(logit_grads @ weight))
             weight_grad = _add_product(weight_grad, logit_grads.T, part[0])
-    return total, [mx.concatenate(hidden_grads), weight_grad] if training else []
+    return results, [mx.concatenate(hidden_grads), weight_grad] if training else []
 
 
 def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
@@ -157,24 +226,50 @@ def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
     return product if total is None else total + product
 
 
-def _chunk(
-    hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array, softcap: float | None
-) -> tuple[mx.array, mx.array]:
-    """Return the loss of one chunk, and the gradient of the logits before the soft cap in the dtype of `hidden`."""
+def capped_logits(hidden: mx.array, weight: mx.array, softcap: float | None) -> tuple[mx.array, mx.array | None]:
+    """Return `hidden @ weight.T` in float32 with the soft cap, and the derivative of that; None if there is no cap."""
     logits = (hidden @ weight.T).astype(mx.float32)
-    if softcap is not None:
-        capped = mx.tanh(logits / softcap)
-        logits = softcap * capped
+    if softcap is None:
+        return logits, None
+    capped = mx.tanh(logits / softcap)
+    return softcap * capped, 1 - capped.square()
+
+
+def scaled_by(gradient: mx.array, slope: mx.array | None) -> mx.array:
+    """Return the gradient before a soft cap with this derivative."""
+    return gradient if slope is None else gradient * slope
+
+
+class Softmax(NamedTuple):
+    """The parts of a softmax of `logits` `[N, V]`.
+
+    Attributes:
+        logits: The logits.
+        maximum: Their maximum, `[N, 1]`.
+        e: exp(logits - maximum).
+        total: The sum of `e`, `[N, 1]`.
+    """
+
+    logits: mx.array
+    maximum: mx.array
+    e: mx.array
+    total: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array) -> Softmax:
+        """Compute it of float32 logits."""
+        maximum = mx.max(logits, axis=-1, keepdims=True)
+        e = exp_nonpositive(logits - maximum)
+        return cls(logits, maximum, e, row_sums(e))
+
+
+def weighted_cross_entropy(softmax: Softmax, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the weighted losses `[N]`, and the gradient of their sum."""
+    logits, maximum, e, total = softmax
     targets, weights = targets[:, None], weights[:, None]
-    maximum = mx.max(logits, axis=-1, keepdims=True)
-    e = exp_nonpositive(logits - maximum)
-    total = row_sums(e)
     losses = mx.log(total) - (mx.take_along_axis(logits, targets, axis=-1) - maximum)
     # d loss / d logits = probs - onehot(target): only one entry per row is different from probs.
     scale = weights / total
     logit_grads = e * scale
     at_target = mx.take_along_axis(e, targets, axis=-1) * scale - weights
-    logit_grads = mx.put_along_axis(logit_grads, targets, at_target, axis=-1)
-    if softcap is not None:
-        logit_grads = logit_grads * (1 - capped.square())
-    return (losses * weights).sum(), logit_grads.astype(hidden.dtype)
+    return (losses * weights).squeeze(-1), mx.put_along_axis(logit_grads, targets, at_target, axis=-1)

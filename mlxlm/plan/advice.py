@@ -198,10 +198,12 @@ def _options(config: ModelConfig, training: Training) -> list[_Option]:
         changes = {"batch_size": batch, "grad_accumulation_steps": steps}
         batches.append(_Option("batch", text, "the same step in parts", changes))
     is_plain = training.attention_path(config) == "plain" and training.max_seq_length >= 512
+    saves_state = training.optimizer_state != "int8" and training.optimizer != "adafactor"
     optimizer, ema_cost = training.optimizer, "the last weights instead of their average"
     others = (
         (is_plain, "attention", _KERNELS, "scores are computed twice", "blockwise"),
         (not training.grad_checkpoint, "grad_checkpoint", "--grad-checkpoint", "a third more operations", True),
+        (saves_state, "optimizer_state", "--optimizer-state int8", "a slower update", "int8"),
         (training.ema_decay > 0, "ema_decay", "--ema-decay 0", ema_cost, 0.0),
         (optimizer in ("adamw", "muon"), "optimizer", "--optimizer lion", "other learning rates", "lion"),
         (optimizer != "adafactor", "optimizer", "--optimizer adafactor", "slower progress", "adafactor"),

@@ -1,7 +1,7 @@
 """Memory of mlxlm's training step.
 
 A step has two maxima: in the backward pass, when the activations exist and gradients are being computed, and in the
-optimizer update, when all gradients exist and the old weights and the new ones. The larger is the peak.
+optimizer update, when all gradients exist. The larger is the peak.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.counts import attention_windows, layer_activations
-from mlxlm.config.optimizers import OPTIMIZERS
-from mlxlm.plan.training import DTYPES, Training
+from mlxlm.config.counts import attention_windows, layer_activations, sublayers
+from mlxlm.config.optimizers import optimizer_bytes
+from mlxlm.plan.training import DTYPES, THIS_DEVICE, Training, updated_at_once
 
 # Fitted to MLX's peaks over the first four steps of a fresh process, over the presets from 0.3m to 50m and lengths from
 # 128 to 1,024 on a CPU of two cores, in float32.
@@ -21,6 +21,8 @@ _SCORES_AT_A_TIME = 4  # arrays of the size of a block's scores
 # Where cores share a batch: their graphs are evaluated piece by piece, so gradients of activations, and even more those
 # of weights, are made after others were freed. That logits count twice is fitted, not explained.
 _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE, _LOGITS_AT_ONCE = 0.6, 0.1, 2.0
+_UPDATE_BYTES = {"adamw": 4, "muon": 12, "lion": 5, "adafactor": 12}
+_UPDATE_BYTES_LOW_PRECISION = 18
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class TrainingMemory:
     up to a fifth less. It has not been compared on other devices.
 
     Attributes:
-        weights: Weights in float32.
-        compute_copy: Weights in the compute dtype, if that isn't float32.
+        weights: Weights.
+        compute_copy: Weights in the compute dtype, if that is another one.
         optimizer: The optimizer's state.
         ema: The averaged weights.
         gradients: Gradients of all parameters, for each worker; with gradient accumulation also the last ones.
@@ -43,7 +45,7 @@ class TrainingMemory:
         activations: Activations of all layers, of the embedding and the head.
         logits: Logits and what the loss makes of them.
         transient: Gradients of activations.
-        update_transient: New weights and state, in addition to the old ones, in the update.
+        update_transient: Intermediate results of the update, of some parameters at a time.
     """
 
     weights: int
@@ -83,11 +85,11 @@ class TrainingMemory:
         peak = {"weights": self.weights, "optimizer": self.optimizer, "averaged weights": self.ema}
         if self.update > self.backward:
             peak["gradients"] = self.gradients
-            peak["new values in the update"] = self.update_transient
+            peak["intermediate results of the update"] = self.update_transient
         else:
             peak |= {
                 "gradients": self.first_gradients,
-                "weights in half precision": self.compute_copy,
+                "weights in the compute dtype": self.compute_copy,
                 "activations": self.activations,
                 "logits": self.logits,
                 "gradients of activations": self.transient,
@@ -110,20 +112,42 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
     gradients = _LAYERS_AHEAD * recomputed if training.grad_checkpoint else config.num_hidden_layers * (layer - softmax)
     factors = (_LOGITS_AT_ONCE, _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE)
     logits_factor, transient_factor, gradients_factor = factors if workers > 1 else (1, 1, 1)
+    accumulates = training.grad_accumulation_steps > 1
+    # Sums are float32; gradients have the dtype of the weights.
+    gradient_bytes = (4 if accumulates else DTYPES[training.param_dtype]) * count * workers
+    # With gradient accumulation, in addition to the sum so far, which is complete.
+    first_gradients = round(gradient_bytes * (gradients_factor + accumulates))
+    copy = 0 if training.dtype == training.param_dtype else size * count
+    if training.param_dtype == "bfloat16":  # measured: a layer's gradients take the place of its copy
+        copy = max(0, copy - first_gradients)
     return TrainingMemory(
-        weights=4 * count,
-        compute_copy=0 if training.dtype == "float32" else size * count,
-        optimizer=optimizer_bytes(config, training.optimizer),
+        weights=DTYPES[training.param_dtype] * count,
+        compute_copy=copy,
+        optimizer=optimizer_bytes(config, training.optimizer, training.optimizer_state),
         ema=4 * count if training.ema_decay else 0,
-        gradients=4 * count * workers * (2 if workers > 1 and training.grad_accumulation_steps > 1 else 1),
-        # With gradient accumulation, in addition to the sum so far, which is complete.
-        first_gradients=round(4 * count * workers * (gradients_factor + (training.grad_accumulation_steps > 1))),
+        gradients=gradient_bytes * (2 if workers > 1 and accumulates else 1),
+        first_gradients=first_gradients,
         layer=layer,
         activations=round(config.num_hidden_layers * kept + recomputed + tokens * size * 2 * config.hidden_size),
         logits=round(logits_factor * logits_bytes(config, training)),
         transient=round(transient_factor * (gradients + _block_bytes(config, training))),
-        update_transient=(3 if workers == 1 else 1) * 4 * count,  # workers' gradients are freed for their sum
+        update_transient=_update_bytes(training) * _updated_at_once(config, training),
     )
+
+
+def _update_bytes(training: Training) -> int:
+    """Return the bytes of intermediate results per parameter that is being updated. Measured."""
+    if training.optimizer_state != "float32" or training.param_dtype != "float32":
+        return _UPDATE_BYTES_LOW_PRECISION
+    return _UPDATE_BYTES[training.optimizer]
+
+
+def _updated_at_once(config: ModelConfig, training: Training) -> int:
+    """Return the parameters that are updated at a time."""
+    count, device = config.parameter_count(), training.device or THIS_DEVICE
+    matrices = [matrix.parameters for sublayer, _ in sublayers(config) for matrix in sublayer.matrices]
+    largest = max(config.vocab_size * config.hidden_size, *matrices)
+    return min(count, max(largest, updated_at_once(count, device)))
 
 
 def layer_bytes(config: ModelConfig, training: Training) -> int:
@@ -164,8 +188,3 @@ def logits_bytes(config: ModelConfig, training: Training) -> int:
     if chunk * training.num_workers >= rows:
         return logits
     return logits + 4 * config.hidden_size * (rows + config.vocab_size * training.num_workers)
-
-
-def optimizer_bytes(config: ModelConfig, optimizer: str) -> int:
-    """Return the bytes of an optimizer's state, in float32."""
-    return 4 * OPTIMIZERS[optimizer].state_size(config)

@@ -16,7 +16,7 @@ from mlxlm.plan.corpus import Corpus, count_corpus
 from mlxlm.plan.flops import TOKENS_PER_PARAMETER, Flops, count_training_flops
 from mlxlm.plan.inference import InferenceMemory, Serving, default_serving, inference_memory, with_loaded_bits
 from mlxlm.plan.machines import Machine, find_machine
-from mlxlm.plan.memory import TrainingMemory, optimizer_bytes, training_memory
+from mlxlm.plan.memory import TrainingMemory, training_memory
 from mlxlm.plan.model_lookup import find_config
 from mlxlm.plan.training import Training
 from mlxlm.utils.errors import ConfigError
@@ -82,7 +82,7 @@ class DiskUsage:
     """Disk space, in bytes.
 
     Attributes:
-        checkpoint: One checkpoint: weights, optimizer state and averaged weights, in float32.
+        checkpoint: One checkpoint: weights, optimizer state and averaged weights.
         checkpoints: All checkpoints that are kept.
         shards: The tokenized text.
         model: The finished model in 16 bits.
@@ -253,7 +253,8 @@ def plan(
     flops = count_training_flops(config, training, num_devices)
     source, mfu = ("assumed", ASSUMED_MFU) if mfu is None else ("given", mfu)
     step_seconds = seconds_for(flops.per_step, machine.flops, mfu, num_devices)
-    checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
+    needed = training_memory(config, training)
+    checkpoint = needed.states
     token_bytes = 2 if config.vocab_size <= 1 << 16 else 4
     shards = token_bytes * round(corpus.tokens if corpus else tokens)
     return Plan(
@@ -262,7 +263,7 @@ def plan(
         serving=serving,
         parameters=count_parameters(config),
         flops=flops,
-        memory=training_memory(config, training),
+        memory=needed,
         inference=inference_memory(config, serving),
         tokens=tokens,
         optimal_tokens=optimal,

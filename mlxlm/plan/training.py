@@ -10,7 +10,7 @@ from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
 from mlxlm.config.counts import attended_keys, attention_windows
-from mlxlm.config.optimizers import OPTIMIZERS
+from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES
 from mlxlm.config.option import option, range_problems
 from mlxlm.kernels.attention import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
@@ -38,11 +38,9 @@ class Training:
     grad_accumulation_steps: int = option(1, "Forward passes per optimizer step.", low=1)
     optimizer: str = option("adamw", "Optimizer.", choices=tuple(OPTIMIZERS))
     ema_decay: float = option(0.0, "Decay of the averaged weights (EMA). 0: none.", low=0, below=1)
-    dtype: str = option(
-        "float32",
-        "Of matrix products and activations. Weights, gradients and optimizer state are float32.",
-        choices=tuple(DTYPES),
-    )
+    dtype: str = option("float32", "Of matrix products and activations.", choices=tuple(DTYPES))
+    param_dtype: str = option("float32", "Of weights.", choices=tuple(DTYPES))
+    optimizer_state: str = option("float32", "Of the optimizer's averages.", choices=tuple(STATE_DTYPES))
     grad_checkpoint: bool = option(False, "Recompute each layer's activations in the backward pass.")
     attention: str | None = option(
         None,
@@ -120,6 +118,14 @@ class Training:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step on one device."""
         return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
+
+
+def updated_at_once(parameters: int, device: str = THIS_DEVICE) -> int:
+    """Return the number of parameters of a group that is updated at a time, unless a single matrix has more.
+
+    Its intermediate results need memory, and on a GPU the host waits for each group.
+    """
+    return max(1 << 20 if device == "cpu" else 1 << 24, parameters // 32)
 
 
 def _path_on_this_device(config: ModelConfig, training: Training) -> str:

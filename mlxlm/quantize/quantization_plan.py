@@ -14,9 +14,8 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
-from mlxlm.config.counts import sublayers
-from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format, gets_more_bits, quantization_settings
-from mlxlm.families import weight_mappings
+from mlxlm.config.quantization import RECIPES, Format, compatible_format, gets_more_bits, quantization_settings
+from mlxlm.families import quantizable_modules, weight_mappings
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
@@ -108,8 +107,7 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
     """The matrices of mlxlm's decoder."""
     home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
-    matrices = (matrix for sublayer, _ in sublayers(config) for matrix in sublayer.matrices)
-    exact = tuple(matrix.module for matrix in matrices if matrix.group in ("router", "convolution"))
+    is_quantizable = quantizable_modules(config)
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         if parameter != "weight" or len(tensor.shape) < 2:
@@ -119,9 +117,7 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
         if target not in found:
             width = tensor.shape[-1]
             rows = sum(math.prod(tensors[f"{m}.weight"].shape) for m in modules) // width
-            # The rows of `kv_b_proj` aren't those of the two modules.
-            quantized = not module.endswith(exact) and not (stored is not None and stored.per_head)
-            found[target] = Matrix(target, modules, rows, width, quantized=quantized)
+            found[target] = Matrix(target, modules, rows, width, quantized=is_quantizable(module))
     return tuple(found.values())
 
 
@@ -179,10 +175,3 @@ def _plan(matrices: Sequence[Matrix], default: Format, wanted: Callable[[Matrix]
             reduced_group_sizes[matrix.name] = chosen.group_size
         formats |= dict.fromkeys(matrix.modules, chosen)
     return QuantizationPlan(default, tuple(matrices), formats, reduced_group_sizes, skipped)
-
-
-def compatible_format(requested: Format, width: int) -> Format | None:
-    """The format with the largest group size up to the requested one that divides `width`; None if none does."""
-    sizes = reversed(GROUP_SIZES) if requested.affine else [requested.group_size]
-    size = next((g for g in sizes if g <= requested.group_size and width % g == 0), None)
-    return None if size is None else replace(requested, group_size=size)

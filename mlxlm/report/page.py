@@ -13,6 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from mlxlm.report.curves import block_means
 from mlxlm.report.html import NUM_COLORS, Series, chart, format_value, render_html, single_values
 from mlxlm.report.log_entries import number
 from mlxlm.report.runs import RunHistory
@@ -22,6 +23,7 @@ REPORT_MARKER = "<!-- a report of mlxlm -->"  # a new report may replace a file 
 _MAX_SAMPLES, _MAX_SAMPLE_CHARS, _MAX_EVENTS = 40, 4000, 200  # shown per run
 _CHART_SIZE, _NARROW_SIZE, _WIDE_SIZE = (400, 240), (400, 280), (1160, 330)
 _MAX_POINTS = 1200  # of a curve, divided by the number of runs
+_MAX_METRIC_POINTS = 100  # of the noisy metrics of a loss
 _MISSING = "–"
 
 
@@ -85,14 +87,31 @@ def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
         return lambda run, i, axis: [_validation_curve(run, i, axis, field)]
 
     return [
-        _figure(runs, "loss (nats per token)", _loss_curves, wide=True),
+        _figure(runs, " and ".join(dict.fromkeys(run.loss_title for run in runs)), _loss_curves, wide=True),
+        *(_figure(runs, name, _loss_metric(name)) for name in sorted({n for run in runs for n in run.loss_metrics})),
         _figure(runs, "validation (bits per byte)", validation("bits_per_byte")),
         _figure(runs, "tokens of the busiest expert, relative to the mean", validation("expert_load")),
         _figure(runs, "learning rate", metric("learning_rate"), from_zero=True),
         _figure(runs, "gradient norm", metric("grad_norm")),
         _figure(runs, "tokens per second", metric("tokens_per_second"), from_zero=True),
         _figure(runs, "memory", metric("memory"), "bytes", from_zero=True),
+        *(
+            _figure(runs, name, _suite_curves(name))
+            for name in dict.fromkeys(name for run in runs for name in run.suite)
+        ),
     ]
+
+
+def _suite_curves(name: str) -> Callable[[RunHistory, int, str], list[Series]]:
+    """A score of the evaluation suite, with its confidence interval."""
+
+    def curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+        points = [(run.x_at_step(axis, point.step), point) for point in run.suite.get(name, ())]
+        ends = [[(x, getattr(point, end)) for x, point in points] for end in ("low", "high")]
+        bounds = [Series(f"{run.name} 95%", end, i, "faint") for end in ends]
+        return [*bounds, Series(run.name, [(x, point.value) for x, point in points], i, "dots")]
+
+    return curves
 
 
 def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = "line", name: str = "") -> Series:
@@ -113,6 +132,22 @@ def _loss_curves(run: RunHistory, i: int, axis: str) -> list[Series]:
 def _validation_curve(run: RunHistory, i: int, axis: str, field: str, name: str = "") -> Series:
     points = [(run.x_at_step(axis, v.step), getattr(v, field)) for v in run.validations]
     return Series(f"{run.name}{name}", points, i, "dots", name.strip())
+
+
+def _loss_metric(metric: str) -> Callable[[RunHistory, int, str], list[Series]]:
+    """The curves of a metric of the loss: its mean over neighboring steps, and that of validations."""
+
+    def curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+        steps, validations = (
+            [(run.x_at_step(axis, step), value) for step, value in metrics.get(metric, [])]
+            for metrics in (run.loss_metrics, run.validation_metrics)
+        )
+        return [
+            Series(run.name, block_means(steps, _MAX_METRIC_POINTS), i),
+            Series(f"{run.name} validation", validations, i, "dots", "validation"),
+        ]
+
+    return curves
 
 
 def _figure(

@@ -14,27 +14,43 @@ _MAX_POINTS = 100  # of a training curve
 
 
 def plot_losses(run: RunHistory, path: Path) -> None:
-    """Draw training and validation loss and the learning rate over tokens.
+    """Draw training and validation loss and the learning rate over tokens, and below them metrics of the loss.
 
     Raises:
         CheckpointError: The file can't be written.
     """
     steps = run.steps
-    figure = new_figure(8, 4.5)
-    axes = figure.add_subplot()
-    label_axes(axes, "tokens", "loss (nats per token)")
+    figure = new_figure(8, 9 if run.loss_metrics else 4.5)
+    axes = figure.add_subplot(2 if run.loss_metrics else 1, 1, 1)
+    label_axes(axes, "tokens", run.loss_title)
     count_axis(axes.xaxis)
     axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
     if run.best:
         points = [(run.x_at_step("tokens", v.step), v.loss) for v in run.validations]
-        label = f"validation (best {run.best.loss:.3f} = {run.best.bits_per_byte:.3f} bits per byte)"
+        bits = "" if run.loss_metrics else f" = {run.best.bits_per_byte:.3f} bits per byte"
+        label = f"validation (best {run.best.loss:.3f}{bits})"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
     learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")
     learning_rate.set_ylabel("learning rate (dotted)")
     learning_rate.set_ylim(bottom=0)
     axes.legend(loc="upper right")
+    if run.loss_metrics:
+        _plot_loss_metrics(figure.add_subplot(2, 1, 2), run)
     save_figure(figure, path)
+
+
+def _plot_loss_metrics(axes: Any, run: RunHistory) -> None:
+    """Draw the metrics of the loss: training as lines, validation as dots."""
+    label_axes(axes, "tokens", "metrics (dots: validation)")
+    count_axis(axes.xaxis)
+    names = [name for name in sorted(run.loss_metrics) if not name.endswith("loss")]  # whose scale is another one
+    for i, name in enumerate(names):
+        points = [(run.x_at_step("tokens", step), value) for step, value in run.loss_metrics[name]]
+        _plot(axes, block_means(points, _MAX_POINTS), color=f"C{i % 10}", lw=1.3, label=name)
+        dots = [(run.x_at_step("tokens", step), value) for step, value in run.validation_metrics.get(name, [])]
+        _plot(axes, dots, "o", ms=3, color=f"C{i % 10}")
+    axes.legend(fontsize=LEGEND_SIZE)
 
 
 def plot_runs(runs: Mapping[str, RunHistory], path: Path) -> None:

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlxlm.checkpoint.locations import RUN_FILE
+from mlxlm.checkpoint.locations import RUN_FILE, SUITE_FILE
 from mlxlm.data.manifest import MANIFEST_FILE
 from mlxlm.families import config_to_hf, load_config
 from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
 from mlxlm.report.log_entries import LOG_FILE, number, read_log_entries
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.json_files import read_json, read_json_object
 
 METRICS = ("tokens", "seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+_OTHER_FIELDS = ("event", "step", "steps", "seconds_left", "time", "perplexity", "bits_per_byte", "best", "expert_load")
+_MAX_LOSS_METRICS = 20
+_MAX_SUITE = 64 << 20  # bytes; a checkpoint has 20 kB
 _END_EVENTS = ("stopped", "failed", "finished")
 _SHOWN_EVENTS = ("started", "checkpoint_not_saved", "paused", "throttled", "resumed", "training_warning", *_END_EVENTS)
 
@@ -39,6 +42,15 @@ class LoggedValidation(NamedTuple):
     expert_load: float
 
 
+class SuitePoint(NamedTuple):
+    """A score of the checkpoint of a step in the evaluation suite, and its 95 % confidence interval."""
+
+    step: int
+    value: float
+    low: float
+    high: float
+
+
 @dataclass
 class RunHistory:
     """The log, settings, model and data of a run.
@@ -54,6 +66,9 @@ class RunHistory:
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
         num_saved: Checkpoints saved.
+        loss_metrics: Metrics of the loss by name, such as "rewards/margins": (step, value) of steps.
+        validation_metrics: The same of validations.
+        suite: Scores in the evaluation suite by name, such as "copy (accuracy)", in the order of the steps.
     """
 
     name: str
@@ -66,11 +81,20 @@ class RunHistory:
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     num_saved: int = 0
+    loss_metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    validation_metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    suite: dict[str, list[SuitePoint]] = field(default_factory=dict)
 
     @property
     def best(self) -> LoggedValidation | None:
         """The validation with the lowest loss."""
         return min(self.validations, key=lambda v: v.loss, default=None)
+
+    @property
+    def loss_title(self) -> str:
+        """The loss with its unit, as the label of an axis."""
+        name = self.settings.get("loss", "cross_entropy")
+        return "loss (nats per token)" if name == "cross_entropy" else f"{name} loss"
 
     @property
     def parameters(self) -> float:
@@ -111,7 +135,22 @@ def read_run(path: Path) -> RunHistory:
         data=_read_data_sizes(path / fields["data"]) if isinstance(fields.get("data"), str) else {},
     )
     _read_log(history, path / LOG_FILE)
+    _read_suite(history, path / SUITE_FILE)
     return history
+
+
+def _read_suite(history: RunHistory, path: Path) -> None:
+    """Read the scores over all conditions that `mlxlm evaluate RUN --suite` has written, if any."""
+    checkpoints = read_json_object(path, _MAX_SUITE, ConfigError).get("checkpoints") if path.exists() else None
+    if not isinstance(checkpoints, Mapping):
+        return
+    steps = sorted((int(step), scores) for step, scores in checkpoints.items() if step.isdecimal() and len(step) < 16)
+    for step, scores in steps:
+        for score in filter(lambda score: isinstance(score, Mapping), scores if isinstance(scores, list) else []):
+            estimate = score.get("estimate")
+            if score.get("condition") == "all" and isinstance(estimate, Mapping):
+                point = SuitePoint(step, *(number(estimate.get(name)) for name in ("value", "low", "high")))
+                history.suite.setdefault(f"{score.get('name')} ({score.get('metric')})", []).append(point)
 
 
 def _read_data_sizes(folder: Path) -> dict[str, Any]:
@@ -141,9 +180,11 @@ def _read_log(history: RunHistory, path: Path) -> None:
             columns["smoothed"].append(smooth(loss))
             for name in METRICS:
                 columns[name].append(number(entry.get(name)))
+            _add_metrics(history.loss_metrics, entry)
         elif kind == "validation" and not math.isnan(loss := number(entry.get("loss"))):
             bits_per_byte, load = number(entry.get("bits_per_byte")), number(entry.get("expert_load"))
             history.validations.append(LoggedValidation(step, loss, bits_per_byte, load))
+            _add_metrics(history.validation_metrics, entry)
         elif kind == "sample":
             history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
         elif kind == "checkpoint_saved":
@@ -151,3 +192,10 @@ def _read_log(history: RunHistory, path: Path) -> None:
         elif kind in _SHOWN_EVENTS:
             history.events.append(entry)
     history.steps = columns
+
+
+def _add_metrics(metrics: dict[str, list[tuple[int, float]]], entry: Mapping[str, Any]) -> None:
+    """Add the other numbers of a log entry, which are metrics of the loss."""
+    for name in entry.keys() - {*METRICS, *_OTHER_FIELDS}:
+        if not math.isnan(value := number(entry[name])) and (name in metrics or len(metrics) < _MAX_LOSS_METRICS):
+            metrics.setdefault(name, []).append((entry["step"], value))

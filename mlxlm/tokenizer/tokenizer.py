@@ -57,7 +57,7 @@ class Tokenizer:
         # Whether to parse special tokens is a setting of a runtime, which can't change while another thread encodes.
         runtime.encode_special_tokens = True
         self._runtime, self._parsing_runtime = runtime, _share_vocabulary(runtime)
-        vocabulary = runtime.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > _MAX_VOCAB_SIZE:  # callers allocate tables of this length
             raise TokenizerError(f"a token has the id {self.vocab_size - 1}", f"ids below {_MAX_VOCAB_SIZE}")
@@ -83,8 +83,12 @@ class Tokenizer:
         """
         added, template = self.encode(""), self.chat_template or ""
         unused = {id for text, id in self.special_tokens.items() if id not in added and text not in template}
-        ids = self._runtime.get_vocab(with_added_tokens=True).values()
-        return max((id for id in ids if id not in unused), default=-1) + 1
+        return max((id for id in self.vocabulary.values() if id not in unused), default=-1) + 1
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens by text, as tokenizer.json spells them."""
+        return self._runtime.get_vocab(with_added_tokens=True)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.tokenizer_type}, vocab_size={self.vocab_size})"

@@ -6,6 +6,7 @@ from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mlxlm.backend.process_group import ProcessGroup, RankLostError, join_process_group
+    from mlxlm.train.base_model import open_base_model
     from mlxlm.train.budget import Budget
     from mlxlm.train.events import (
         CheckpointNotSaved,
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
         TrainingWarning,
         Validation,
     )
-    from mlxlm.train.finetune import first_rows, open_base_model, start_finetune
+    from mlxlm.train.extend import extend_run, start_decay_branch
+    from mlxlm.train.finetune import first_rows, start_finetune
     from mlxlm.train.loop import train
     from mlxlm.train.run import Run, repeat_run
     from mlxlm.train.settings import TokenizerOptions, TrainSettings
@@ -55,12 +57,14 @@ __all__ = [
     "TrainingWarning",
     "Validation",
     "check_trackers",
+    "extend_run",
     "first_rows",
     "join_process_group",
     "open_base_model",
     "probe",
     "repeat_run",
     "run_worker",
+    "start_decay_branch",
     "start_finetune",
     "start_run",
     "train",

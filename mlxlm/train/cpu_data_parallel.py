@@ -11,7 +11,7 @@ each thread evaluates its graph in pieces, from one evaluation point to the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
@@ -41,14 +41,16 @@ class CPUDataParallel:
         ]
         self._tracing = threading.Lock()  # while a graph is traced, `state` has placeholders
 
-    def __call__(self, batches: Sequence[Sequence[np.ndarray | None]]) -> list[Any]:
-        """Return the evaluated results for each part of `batches`, of arrays `[rows, ...]`.
+    def __call__(self, batches: Sequence[Mapping[str, np.ndarray]]) -> list[Any]:
+        """Return the evaluated results for each part of `batches`, of named arrays `[rows, ...]`.
 
         An error in a part is raised when all parts have ended.
         """
         count = len(self._functions)
         seeds = mx.random.randint(0, 1 << 31, (count,)).tolist()
-        parts = [[tuple(_part_of(x, i, count) for x in batch) for batch in batches] for i in range(count)]
+        parts = [
+            [{name: _part_of(x, i, count) for name, x in batch.items()} for batch in batches] for i in range(count)
+        ]
         eval_arrays(self._state)  # a thread can't evaluate a graph that another has built
         with load_blas().single_threaded():
             futures = [
@@ -75,8 +77,8 @@ def _with_eval_points(function: Callable[[Any], Any], part: Any) -> tuple[Any, l
         return function(part), points
 
 
-def _part_of(x: np.ndarray | None, part: int, count: int) -> mx.array | None:
-    return None if x is None else mx.array(x[part * len(x) // count : (part + 1) * len(x) // count])
+def _part_of(x: np.ndarray, part: int, count: int) -> mx.array:
+    return mx.array(x[part * len(x) // count : (part + 1) * len(x) // count])
 
 
 class _Worker:

@@ -6,8 +6,8 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,36 @@ class Conversations(Event):
 
 
 @dataclass(frozen=True)
+class Initialized(Event):
+    """The run starts from the weights of `model`, not from random ones."""
+
+    model: str
+
+
+@dataclass(frozen=True)
+class Preferences(Event):
+    """The data of a run that learns preferences.
+
+    Attributes:
+        loss: Its loss: "dpo", "orpo" or "kto".
+        chosen: Chosen or desirable answers.
+        rejected: Rejected or undesirable answers.
+        too_long: Pairs that were left out because an answer with its prompt is longer than a row.
+        same: Rows that were left out because both answers are the same.
+        max_seq_length: Tokens of a row.
+        suggested_seq_length: A length with which fewer are left out, if the model's context allows one.
+    """
+
+    loss: str
+    chosen: int
+    rejected: int
+    too_long: int
+    same: int
+    max_seq_length: int
+    suggested_seq_length: int | None
+
+
+@dataclass(frozen=True)
 class Started(Event):
     """The loop is ready.
 
@@ -144,6 +174,8 @@ class Step(Event):
         seconds: Spent in steps so far, before a resume too, without pauses and rests.
         seconds_left: Until the run ends; from the second step on with all that happens between steps.
         memory: Bytes: on a CPU the memory of the process, on a GPU MLX's peak.
+        metrics: Metrics of the loss by name, which the log has next to the other fields; NaN for one that this step has
+            no data for.
     """
 
     step: int
@@ -156,6 +188,7 @@ class Step(Event):
     seconds: float
     seconds_left: float
     memory: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,6 +198,8 @@ class Validation(Event):
     Attributes:
         best: No earlier validation of the run had a lower loss.
         expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
+        metrics: Metrics of the loss by name, as of Step. With preferences `perplexity` and `bits_per_byte` are those of
+            the chosen answers.
     """
 
     step: int
@@ -174,6 +209,7 @@ class Validation(Event):
     bits_per_byte: float
     best: bool
     expert_load: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -291,7 +327,9 @@ class RunLog:
         """
         for event in filter(None, events):
             # The perplexity of an untrained model overflows.
-            fields = without_nonfinite({k: value for k, value in asdict(event).items() if not isinstance(value, Path)})
+            values = asdict(event)
+            values |= values.pop("metrics", {})
+            fields = without_nonfinite({k: value for k, value in values.items() if not isinstance(value, Path)})
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
             is_step = isinstance(event, Step)
             now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}

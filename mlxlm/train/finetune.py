@@ -5,28 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx
-from mlxlm.chat.chat_template import CHAT_FORMATS
-from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
+from mlxlm.checkpoint import Checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import BadInput, Chunk, DataOptions, Document
 from mlxlm.data.preparation import read_sources
-from mlxlm.generation import GenerationConfig
-from mlxlm.generation.loaded_model import read_generation_config
-from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.train.base_model import LR_FRACTION, create_from_base, load_base, set_base_defaults
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
-from mlxlm.train.events import Conversations, RunLog
+from mlxlm.train.distillation import check_teacher
+from mlxlm.train.events import Conversations
 from mlxlm.train.memory_limits import check_memory
-from mlxlm.train.optimizers import default_learning_rate
-from mlxlm.train.run import Run, TrainState
+from mlxlm.train.preferences import PreferenceEncoder, compute_reference_logps
+from mlxlm.train.run import Run
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import (
     Phase,
@@ -38,19 +35,15 @@ from mlxlm.train.start import (
     no_phase,
     prepare_shards,
 )
-from mlxlm.train.step import TrainStep
-from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
-from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
+from mlxlm.utils.errors import CheckpointError, DataError
+from mlxlm.utils.files import check_not_exists, working_folder
 
 DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
-DEFAULT_SEQ_LENGTH = 512
+PREFERENCE_EPOCHS = {"dpo": 1.0, "kto": 1.0}  # as Zephyr and TRL's examples; ORPO learns the answers, too
 FINETUNE_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}  # of every fine-tuning run
 _MIN_STEPS_PER_EPOCH = 8  # fewer and larger steps learn little from few conversations
 _MIN_STEPS = 200  # with a time limit, if a batch size of one row allows them
-# Fraction of the peak rate of pretraining: 2.5e-5 for 7B parameters, where Alpaca and the chat models of Llama 2 had
-# 2e-5. A model of 0.3M reached 2.254, 2.238 and 2.256 nats with 0.1, 0.2 and 0.6 of it, with the last after forgetting
-# 0.12 first.
-_LR_FRACTION = 0.2
+_ORPO_LR_FRACTION = 0.08  # 1e-5 for 7B; the paper has 8e-6
 
 
 class ConversationEncoder(Protocol):
@@ -93,6 +86,8 @@ class RowEncoder:
 
     def __call__(self, document: Document) -> list[Chunk]:
         """Return the documents of a conversation."""
+        if document.label is False:
+            raise DataError(f"{document.location} has an answer with the label false", "`loss=kto`, to avoid it")
         exchanges = list(self._encoder(document, self._room))
         pieces = [piece for chunk in exchanges for piece in _windows(chunk, self._room)]
         needed = max(int(np.flatnonzero(_loss_mask(chunk))[-1]) for chunk in exchanges)
@@ -159,7 +154,8 @@ def start_finetune(
         base: The model, of `open_base_model`.
         tokenizer: Its tokenizer, of `open_base_model`.
         encoder: Encodes conversations by a chat template.
-        data: Paths of JSON lines with "messages"; or DataOptions.
+        data: Paths of JSON lines with "messages"; with the setting `loss` "dpo", "orpo" or "kto" those of
+            preferences, see `PreferenceEncoder`; or DataOptions.
         budget: How long to train, unless `settings` have "steps". Default: 3 epochs.
         settings: Fields of `TrainSettings`, except those of FINETUNE_SETTINGS. The learning rate defaults to a fifth of
             that of pretraining. The batch size defaults to 16, less if an epoch would have fewer than 8 steps or the
@@ -175,40 +171,33 @@ def start_finetune(
     data = as_data_options(data)
     budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
     config = _config_to_tune(base.config, encoder)
-    values.setdefault("max_seq_length", _default_seq_length(config))
-    peak = default_learning_rate(config, values.get("optimizer", TrainSettings.optimizer))
-    values.setdefault("learning_rate", _LR_FRACTION * peak)
-    draft = TrainSettings.provisional(values)
-    if draft.max_seq_length > config.max_position_embeddings:
-        problem = f"sequences of {draft.max_seq_length} tokens are longer than the model's context"
-        raise ConfigError(problem, f"`max_seq_length={config.max_position_embeddings}` or less")
-    check_memory(config, draft, preset="")
+    loss = values.get("loss", TrainSettings.loss)
+    draft = set_base_defaults(values, config, _lr_fraction(loss, config))
+    check_teacher(values, tokenizer, config.vocab_size)
+    check_memory(config, replace(draft, batch_size=draft.batch_size * (2 if draft.has_pairs else 1)), preset="")
     with working_folder(out) as workspace:
-        rows, limited = RowEncoder(encoder, draft.max_seq_length), None
+        rows, limited = _row_encoder(encoder, draft), None
         if budget.minutes is not None:
 
             def prepare_sample(sample: DataOptions, folder: Path) -> None:
-                prepare_shards(sample, tokenizer, folder, draft.seed, encode=RowEncoder(encoder, draft.max_seq_length))
+                prepare_shards(sample, tokenizer, folder, draft.seed, encode=_row_encoder(encoder, draft))
 
             data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
         shards = prepare_shards(data, tokenizer, workspace / "data", draft.seed, phase, rows)
+        if loss in ("dpo", "kto"):
+            with phase("computing reference log-probabilities", None):
+                compute_reference_logps(load_base(base, config, draft.dtype), shards, draft)
         num_rows = count_rows(shards, draft)
         values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
         if budget.minutes is None:
-            epochs, rows_per_step = budget.epochs or DEFAULT_EPOCHS, TrainSettings.provisional(values).rows_per_step
+            epochs = budget.epochs or PREFERENCE_EPOCHS.get(loss, DEFAULT_EPOCHS)
+            rows_per_step = TrainSettings.provisional(values).rows_per_step
             values["steps"] = budget.steps or max(1, math.ceil(epochs * num_rows / rows_per_step))
             values.setdefault("eval_every", max(1, values["steps"] // 10))
         final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
         tokenizer.chat_template = encoder.chat_template
-        saving_since = time.monotonic()
-        with atomic_new_folder(out) as folder:
-            run = Run.create(folder, config, final_settings, tokenizer, shards, move_data=True)
-            _save_base(run, base)
-            if options := read_generation_config(base, str(base.path)).options:
-                GenerationConfig(options).write(folder)
-            run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
-            RunLog(run.log_file).record(rows.event(config.max_position_embeddings), limited, forecast)
-        return Run.open(out)
+        event = rows.event(config.max_position_embeddings)
+        return create_from_base(out, base, config, final_settings, tokenizer, shards, True, event, limited, forecast)
 
 
 def first_rows(
@@ -216,46 +205,29 @@ def first_rows(
     encoder: ConversationEncoder,
     data: DataOptions,
     count: int,
-    max_seq_length: int | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Document, Chunk]]:
-    """Yield the first `count` conversations that `start_finetune` packs, or parts of them that fit a row.
+    """Yield the first `count` documents that `start_finetune` packs into rows, each with what it was read from.
 
     Only as much of the data is read as they need. For the arguments and errors see `start_finetune`.
     """
-    encode, on_bad = (
-        RowEncoder(encoder, max_seq_length or _default_seq_length(base.config)),
-        BadInput(data.on_bad_input),
-    )
+    encode = _row_encoder(encoder, set_base_defaults({**(settings or {})}, base.config))
+    on_bad = BadInput(data.on_bad_input)
     documents = read_sources(data, data.sources, on_bad, check=lambda _document: None)
     return itertools.islice(((d, piece) for d in documents for piece in _encoded(encode, d, on_bad)), count)
 
 
-def _encoded(encode: RowEncoder, document: Document, on_bad: BadInput) -> list[Chunk]:
+def _row_encoder(encoder: ConversationEncoder, settings: TrainSettings) -> RowEncoder | PreferenceEncoder:
+    length = settings.max_seq_length
+    return PreferenceEncoder(encoder, settings.loss, length) if settings.has_pairs else RowEncoder(encoder, length)
+
+
+def _encoded(encode: RowEncoder | PreferenceEncoder, document: Document, on_bad: BadInput) -> list[Chunk]:
     try:
         return encode(document)
     except DataError as error:
         on_bad(error)
         return []
-
-
-def _default_seq_length(config: ModelConfig) -> int:
-    return min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings)
-
-
-def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
-    """Open a model to fine-tune, and its tokenizer; `model`: see `open_checkpoint`.
-
-    Raises:
-        CheckpointError: As `open_decoder_checkpoint`; or the tokenizer has more tokens than the model.
-    """
-    base = open_decoder_checkpoint(model, "fine-tuned")
-    tokenizer = base.load_tokenizer()
-    chat_tokens = {token for chat in CHAT_FORMATS.values() if chat.has_tokens(tokenizer) for token in chat.tokens}
-    needed = max(tokenizer.min_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in chat_tokens), 0)
-    if needed > base.config.vocab_size:
-        problem = f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}"
-        raise CheckpointError(problem, "the tokenizer files that belong to these weights")
-    return base, tokenizer
 
 
 def _config_to_tune(config: ModelConfig, encoder: ConversationEncoder) -> ModelConfig:
@@ -281,15 +253,17 @@ def _default_batch_size(
         with phase(MEASURING_LABEL, None):
             seconds = budget.compute_seconds_left()
             tokens = seconds / seconds_per_token(config, seconds, values, finetuning=True)
-        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.max_seq_length * accumulation)))
+        batch_size = min(batch_size, int(tokens / _MIN_STEPS / (settings.tokens_per_step / settings.batch_size)))
     return max(1, batch_size)
 
 
-def _save_base(run: Run, base: Checkpoint) -> None:
-    """Save the base model as the checkpoint of step 0, not validated yet."""
-    model = Decoder(run.config)
-    model.load_weights(list(load_float32_weights(base).items()))
-    mx.random.seed(run.settings.seed)
-    step = TrainStep(model, run.settings)
-    mx.eval(step.state)
-    run.save_checkpoint(step, TrainState())
+def _lr_fraction(loss: str, config: ModelConfig) -> float:
+    """Return the default learning rate as a fraction of that of pretraining.
+
+    For DPO and KTO it runs through 1e-6 for 7B parameters, as in TRL and between those of the papers, and 3e-4 for
+    2.7M: there 16 steps of DPO with 3e-4 reached a margin of 2 on validation pairs and halved the length of stories,
+    and 9 steps with 3e-5 on other pairs changed nothing (`benchmarks/preferences.py`).
+    """
+    if loss in ("dpo", "kto"):
+        return min(LR_FRACTION, 0.008 * (config.active_parameter_count() / 7e9) ** -0.33)
+    return _ORPO_LR_FRACTION if loss == "orpo" else LR_FRACTION

@@ -24,13 +24,13 @@ from mlxlm.chat.generate import generate
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
-from mlxlm.evaluate import evaluate_dataset
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.model.experts import expert_load
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.checkpoint_saver import CheckpointSaver
+from mlxlm.train.distillation import quantized_weights
 from mlxlm.train.events import (
     Event,
     Failed,
@@ -45,12 +45,13 @@ from mlxlm.train.events import (
     Validation,
 )
 from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
+from mlxlm.train.objectives import make_loss, open_batches, open_validation, validate
 from mlxlm.train.run import Run, TrainState, read_repeat_plan
 from mlxlm.train.run_clock import RunClock
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import PowerPolicy, Throttle
 from mlxlm.train.trackers import Trackers, check_trackers
-from mlxlm.train.worker import start_workers, step_batches
+from mlxlm.train.worker import start_workers
 from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError
 from mlxlm.utils.formatting import human_seconds
 
@@ -183,14 +184,14 @@ class _Trainer:
         self.model = Decoder(run.config, dropout=settings.dropout)
         self.model.init_weights(settings.seed)
         mx.random.seed(settings.seed)
-        self.step = TrainStep(self.model, settings, self.group)
+        self.step = TrainStep(self.model, settings, self.group, make_loss(settings))
         checkpoint = run.load_checkpoint(self.step)
         state = TrainState.from_dict(checkpoint)
         self.first = self.finished = self.current = state.step
         self.best = state.best
         environment_warning = self.step.match_environment(checkpoint.get("environment"), micro_batches)
-        self.batches = step_batches(run, self.group)
-        self.validation_data = TokenDataset.open(run.data, "validation")
+        self.batches = open_batches(run.data, settings, self.group)
+        self.validation_data = open_validation(run.data, settings)
         uniform_loss = math.log(run.config.vocab_size)
         self.spike_detector = SpikeDetector(settings.spike_threshold, uniform_loss, state.spike_detector)
         forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
@@ -260,8 +261,8 @@ class _Trainer:
                 try:
                     self.group.broadcast_object(learning_rate)
                     with clock.measure_step():
-                        loss, grad_norm = self.step(step_batches, learning_rate)
-                        eval_arrays(loss, grad_norm, self.step.state)
+                        loss, grad_norm, metrics = self.step(step_batches, learning_rate)
+                        eval_arrays(loss, grad_norm, metrics, self.step.state)
                 except RankLostError as lost:  # it has changed nothing
                     yield from self.save(None)
                     saved = f"step {saver.saved_step} is saved" if saver.saved_step else "nothing is saved yet"
@@ -274,7 +275,7 @@ class _Trainer:
                 step = Step(
                     self.finished, clock.steps, self.finished * tokens_per_step, loss.item(), learning_rate,
                     grad_norm.item(), clock.rate(tokens_per_step), clock.step_seconds,
-                    clock.seconds_left(self.finished), memory,
+                    clock.seconds_left(self.finished), memory, {name: x.item() for name, x in metrics.items()},
                 )  # fmt: skip
                 yield step
                 if self.finished == self.first + 1:
@@ -315,12 +316,10 @@ class _Trainer:
     def validate(self) -> Validation:
         """Measure the loss on validation data, with the EMA weights if there are any."""
         settings = self.run.settings
-        with self.step.ema_weights():
+        with self.step.evaluation_weights():
             rows = -(-settings.batch_size // self.step.micro_batches)
-            sizes = settings.max_seq_length, rows, settings.eval_tokens
-            masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
             with expert_load(self.model.layers) as load:
-                result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
+                result = validate(self.model, self.validation_data, settings, rows, settings.eval_tokens)
                 busiest = load()
         if not math.isfinite(result.loss):
             raise self.divergence_error(f"the validation loss is {result.loss}")
@@ -334,7 +333,8 @@ class _Trainer:
             problem = f"the best validation loss is {best['loss']:.2f}, that of a uniform distribution {uniform:.2f}"
             raise self.divergence_error(problem)
         tokens = self.finished * settings.tokens_per_step
-        return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best, busiest)
+        scores = result.loss, result.perplexity, result.bits_per_byte
+        return Validation(self.finished, tokens, *scores, is_best, busiest, result.metrics)
 
     def sample(self) -> Sample:
         """Generate a sample text with a fixed seed, with the EMA weights if there are any."""
@@ -352,7 +352,7 @@ class _Trainer:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
         self.model.eval()
         try:
-            with self.step.ema_weights():
+            with self.step.evaluation_weights(), quantized_weights(self.model, self.run.settings.quantization):
                 yield LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
         finally:
             self.model.train()

@@ -7,6 +7,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx, optim
 from mlxlm.config import ModelConfig
 from mlxlm.config.optimizers import OPTIMIZERS
+from mlxlm.train.low_precision import LowPrecision, separate_kernels
 from mlxlm.train.settings import TrainSettings
 
 _MUON_MOMENTUM = 0.95  # Jordan et al. 2024; Liu et al. 2025
@@ -25,16 +26,33 @@ def make_optimizer(settings: TrainSettings) -> optim.MultiOptimizer:
     arguments = dict(spec.arguments)
     if spec.beta2 is not None:
         arguments["betas"] = [settings.beta1, settings.beta2]
-    mlx_class = getattr(optim, spec.mlx_class)
-    optimizers = [mlx_class(settings.learning_rate, weight_decay=w, **arguments) for w in (settings.weight_decay, 0.0)]
+    optimizer = {"AdamW": AdamW, "Lion": Lion, "Adafactor": Adafactor}[spec.mlx_class]
+    optimizers: list[LowPrecision] = [
+        optimizer(settings.learning_rate, weight_decay=w, **arguments) for w in (settings.weight_decay, 0.0)
+    ]
     filters = [lambda _name, weight: weight.ndim >= 2]
     if spec.layer_matrices == "muon":
         optimizers.insert(0, Muon(settings.learning_rate, settings.weight_decay or 0.0))
         filters.insert(0, lambda name, weight: weight.ndim >= 2 and ".layers." in name)
+    for each in optimizers:
+        each.state_dtype = settings.optimizer_state
     return optim.MultiOptimizer(optimizers, filters)
 
 
-class Muon(optim.Muon):
+class _AdamW(optim.AdamW):
+    """MLX's AdamW with bias correction, in three kernels that write over their arguments: see `separate_kernels`."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        """Return the updated `parameter`."""
+        (beta1, beta2), rate, step = self.betas, self.learning_rate, self.step
+        m = beta1 * state["m"] + (1 - beta1) * gradient
+        v = beta2 * state["v"] + (1 - beta2) * gradient.square()
+        state["m"], state["v"] = m, v = separate_kernels([m, v], gradient)
+        corrected = rate / (1 - beta1**step) * m / (mx.sqrt(v) * mx.rsqrt(1 - beta2**step) + self.eps)
+        return parameter * (1 - rate * self.weight_decay) - corrected
+
+
+class _Muon(optim.Muon):
     """MLX's Muon (Jordan et al. 2024), with decoupled weight decay and updates as large as AdamW's.
 
     An orthogonal `[r, c]` matrix has the root mean square 1 / sqrt(max(r, c)). Times 0.2 · sqrt(max(r, c)), every
@@ -50,13 +68,31 @@ class Muon(optim.Muon):
         """Return the updated `parameter`, a matrix `[r, c]`, or those of experts, `[E, r, c]`."""
         if parameter.ndim == 3:
             states = [{"v": momentum} for momentum in state["v"]]
-            experts = [self.apply_single(g, p, s) for g, p, s in zip(gradient, parameter, states, strict=True)]
+            experts = [_Muon.apply_single(self, g, p, s) for g, p, s in zip(gradient, parameter, states, strict=True)]
             state["v"] = mx.stack([s["v"] for s in states])
             return mx.stack(experts)
         rows, columns = parameter.shape
         update = super().apply_single(gradient, mx.zeros_like(parameter), state)
         scale = _MUON_UPDATE_RMS * max(rows, columns) ** 0.5 / max(1, rows / columns) ** 0.5
         return parameter * (1 - self.learning_rate * self.decoupled_decay) + scale * update
+
+
+class AdamW(LowPrecision, _AdamW):
+    """AdamW, see `LowPrecision`."""
+
+    squares = ("v",)
+
+
+class Muon(LowPrecision, _Muon):
+    """Muon, see `LowPrecision`."""
+
+
+class Lion(LowPrecision, optim.Lion):
+    """MLX's Lion, see `LowPrecision`."""
+
+
+class Adafactor(LowPrecision, optim.Adafactor):
+    """MLX's Adafactor, see `LowPrecision`."""
 
 
 def default_weight_decay(optimizer: str, epochs: float) -> float:

@@ -26,7 +26,7 @@ from mlxlm.families import config_from_hf, config_to_hf, load_config
 from mlxlm.report import LOSS_PLOT_FILE, REPORT_FILE, plot_losses, read_run, write_report
 from mlxlm.report.log_entries import LOG_FILE, number, read_log_entries
 from mlxlm.tokenizer import Tokenizer, load
-from mlxlm.train.settings import REPEAT_PLAN_FILE, TrainSettings
+from mlxlm.train.settings import LENGTH_SETTINGS, REPEAT_PLAN_FILE, TrainSettings
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
@@ -132,16 +132,20 @@ class Run:
         """
         if _digest(data) != self.data_digest:
             raise DataError(f"{data} has other data than {self.path} began with", "the folder that was moved")
-        folder, moved = self.path.resolve(), data.resolve()
         with self.locked():
-            location = moved.relative_to(folder) if moved.is_relative_to(folder) else moved
-            _write_run_file(self.path, self.settings, str(location), self.data_digest)
+            replace(self, data=data).write_settings(self.settings)
         return Run.open(self.path)
+
+    def write_settings(self, settings: TrainSettings) -> None:
+        """Replace the settings in `train.json`. Raises CheckpointError if it can't be written."""
+        folder, data = self.path.resolve(), self.data.resolve()
+        location = data.relative_to(folder) if data.is_relative_to(folder) else data
+        _write_run_file(self.path, settings, str(location), self.data_digest)
 
     @property
     def is_finetuning(self) -> bool:
-        """Whether it fine-tunes a model. Then its log begins with `Conversations`."""
-        return next(read_log_entries(self.log_file), {}).get("event") == "conversations"
+        """Whether it fine-tunes a model. Then its log begins with `Conversations` or `Preferences`."""
+        return next(read_log_entries(self.log_file), {}).get("event") in ("conversations", "preferences")
 
     @property
     def resume_command(self) -> str:
@@ -312,6 +316,9 @@ class Run:
             mx.eval(step.state)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not fit this run: {error}") from None
+        if self.settings.rewarm_step is not None and state["step"] <= self.settings.rewarm_step:  # see `extend_run`
+            changed = [name for name in changed if name not in LENGTH_SETTINGS]
+            state["steps"] = None
         if changed:
             problem = f"{self.path / RUN_FILE} has other settings than {folder.name}: {', '.join(changed)}"
             raise CheckpointError(problem, "the settings that the run began with, or a new run")
@@ -327,14 +334,14 @@ def repeat_run(out: Path | str, original: Run) -> Run:
     data of `original` at its location.
 
     Raises:
-        CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
+        CheckpointError: `out` exists, or `original` started from a model or hasn't finished.
         DataError: The data of `original` has changed or is gone.
     """
-    if original.is_finetuning:
-        problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
-        raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
-    original.check_data()
     events = [entry["event"] for entry in read_log_entries(original.log_file)]
+    if original.is_finetuning or "initialized" in events:
+        problem = f"{original.path} started from a model, and only runs from scratch can be repeated"
+        raise CheckpointError(problem, "the command that started it with --steps, which repeats itself")
+    original.check_data()
     if "finished" not in events:
         raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
     settings = replace(original.settings, steps=events.count("step"), time_limit=None, repeat_plan=REPEAT_PLAN_FILE)

@@ -88,7 +88,9 @@ class RunClock:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the step after step `step`."""
-        return self._plan[0][step] if self._plan else self._settings.learning_rate_at(min(1.0, self._progress(step)))
+        if self._plan:
+            return self._plan[0][step]
+        return self._settings.learning_rate_at(min(1.0, self._progress(step)), step)
 
     def _progress(self, step: int) -> float:
         """Return the share of the run that will be over after one more step than `step`; above 1 if it doesn't fit."""

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.config.numbers import is_int
-from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
+from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES, OptimizerSpec
 from mlxlm.config.option import option, range_problems
+from mlxlm.config.quantization import validate_quantization
 from mlxlm.data.options import PACKINGS
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+LENGTH_SETTINGS = (  # which `extend_run` changes
+    "steps", "time_limit", "warmup_steps", "rewarm_step", "rewarm_learning_rate", "eval_every", "repeat_plan",
+)  # fmt: skip
+LOSSES = ("cross_entropy", "dpo", "orpo", "kto")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 
 # The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
@@ -32,6 +37,7 @@ _beta = partial(_optimizer, low=0, below=1, default_text="by optimizer")
 _validation = partial(option, section="Validation and samples")
 _checkpoints = partial(option, section="Checkpoints")
 _data = partial(option, section="Data")
+_distillation = partial(option, section="Distillation")
 _MAX_SEQ_LENGTH = "the model's context up to 512; or by time limit"
 
 
@@ -59,6 +65,12 @@ class TrainSettings:
     )
     document_mask: bool = _batches(False, "Let tokens attend only to their own document; 2 to 5% more work on a CPU.")
     mask_prompt: bool = option(False, "Of conversations, learn the assistant's messages only.")
+    loss: str = option("cross_entropy", "Loss; dpo, orpo and kto learn from preferences.", choices=LOSSES)
+    beta: float = option(
+        0.1,
+        "Of DPO and KTO: a larger one stays closer to MODEL; of ORPO the weight of the odds ratio.",
+        above=0,
+    )
     optimizer: str = _optimizer(
         "adamw",
         "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
@@ -96,9 +108,15 @@ class TrainSettings:
     )
     dtype: str = _batches(
         "float32",
-        "Compute dtype; weights stay float32 (mixed precision).",
+        "Compute dtype (mixed precision).",
         choices=DTYPES,
         default_text="bfloat16; float32 on a CPU",
+    )
+    param_dtype: str = _batches("float32", "Dtype of the weights; bfloat16 is rounded stochastically.", choices=DTYPES)
+    optimizer_state: str = _batches(
+        "float32",
+        "Dtype of the optimizer's averages; bfloat16 and int8 take a half and a quarter of the memory.",
+        choices=tuple(STATE_DTYPES),
     )
     grad_checkpoint: bool = _batches(
         False, "Recompute activations in the backward pass: less memory, a third more time."
@@ -116,9 +134,27 @@ class TrainSettings:
     sample_every: int = _validation(0, "Steps between text samples; 0 disables them.", low=0)
     sample_prompt: str = _validation("", "Prompt of the samples.", default_text="none")
     sample_tokens: int = _validation(64, "Tokens per sample.", low=1)
+    teacher: str | None = _distillation(None, "Also learn from the logits of this model.", metavar="MODEL")
+    kd_ratio: float = _distillation(
+        0.5, "Weight of the KL divergence from the teacher; the loss on the text has the rest.", low=0, high=1
+    )
+    kd_temperature: float = _distillation(1.0, "Temperature of the distributions that are compared.", above=0)
+    teacher_top_k: int | None = _distillation(
+        None,
+        "Compare the teacher's K most likely tokens, and all others as one.",
+        low=1,
+        metavar="K",
+        default_text="all",
+    )
+    quantization: Mapping[str, Any] | None = option(
+        None,
+        "Train with quantized weights, whose gradient is straight-through. As in config.json: bits and group_size.",
+    )
     spike_threshold: float = _checkpoints(  # see `SpikeDetector`
         1.0, "Stop if the loss rises this far, in nats, beyond noise; 0: never.", low=0
     )
+    rewarm_step: int | None = option(None, "The step after which `extend_run` changed the length of the run.", low=0)
+    rewarm_learning_rate: float | None = option(None, "The learning rate of that step.", low=0)
     repeat_plan: str | None = option(
         None,
         "The plan of a run that `repeat_run` made.",
@@ -183,18 +219,36 @@ class TrainSettings:
         return self.batch_size * self.grad_accumulation_steps
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the data are pairs of documents, see `mlxlm.data.pairs`."""
+        return self.loss in LOSSES[1:]
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, of all processes."""
-        return self.rows_per_step * self.max_seq_length
+        return self.rows_per_step * self.max_seq_length * (2 if self.has_pairs else 1)
 
-    def learning_rate_at(self, progress: float) -> float:
-        """Return the learning rate of a step after which the share `progress` of the run is over, at most 1."""
-        warmup = min(500, self.steps // 20) if self.warmup_steps is None else self.warmup_steps
-        share = (warmup + 1) / self.steps
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warmup."""
+        return min(500, self.steps // 20) if self.warmup_steps is None else self.warmup_steps
+
+    def learning_rate_at(self, progress: float, step: int = 0) -> float:
+        """Return the learning rate of the step after step `step`.
+
+        Args:
+            progress: The share of the run that is over after the step, at most 1.
+            step: Only used if the run was extended, see `extend_run`.
+        """
+        share = (self.warmup + 1) / self.steps
         if self.time_limit is not None:  # there may be fewer steps than a given warmup has
             share = min(share, 0.5)
         schedule = self.lr_schedule, share, self.min_lr_ratio, self.decay_fraction
-        return learning_rate(progress, self.learning_rate, *schedule)
+        rate = learning_rate(progress, self.learning_rate, *schedule)
+        if self.rewarm_step is None or self.rewarm_learning_rate is None:
+            return rate
+        share = min(1.0, max(0.0, step + 1 - self.rewarm_step) / (self.warmup + 1))
+        return self.rewarm_learning_rate + share * (rate - self.rewarm_learning_rate)
 
     def _problems(self) -> Iterator[str]:
         """Every problem of the settings, each with a value that would work."""
@@ -207,6 +261,10 @@ class TrainSettings:
             for name in ("beta1", "beta2"):
                 if getattr(self, name) != getattr(spec, name):
                     yield f"{name} is {getattr(self, name)!r}, but {self.optimizer} has no {name}: omit it"
+        if self.teacher is not None and self.has_pairs:
+            yield f"teacher is {self.teacher!r}, but the loss {self.loss} has no teacher: omit it"
+        if self.quantization is not None:
+            yield from validate_quantization(self.quantization)
         warmup, steps = self.warmup_steps, self.steps
         if not by_clock and is_int(warmup) and is_int(steps) and warmup >= steps > 0:
             yield f"warmup_steps is {warmup}, it must be less than steps, which is {steps}"

@@ -13,14 +13,15 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.checkpoint import open_tokenizer
+from mlxlm.checkpoint import Checkpoint, open_tokenizer
 from mlxlm.config import ModelConfig
-from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
+from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, prepare, total_bytes
 from mlxlm.data.manifest import prepared_source
 from mlxlm.data.preparation import Encode, training_texts
 from mlxlm.data.sources import unseekable_source
 from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 from mlxlm.tokenizer import Tokenizer, load, train
+from mlxlm.train.base_model import create_from_base, open_base_model, set_base_defaults
 from mlxlm.train.budget import (
     MEASURING_LABEL,
     TRAINING_FRACTION,
@@ -32,8 +33,10 @@ from mlxlm.train.budget import (
     seconds_per_token,
     time_limit_settings,
 )
+from mlxlm.train.distillation import check_teacher
 from mlxlm.train.events import Forecast, ModelSizeChosen, RunLog, TextLimited
 from mlxlm.train.memory_limits import check_memory, fits_memory
+from mlxlm.train.objectives import open_batches, open_validation
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
@@ -62,29 +65,35 @@ def start_run(
     data: DataOptions | Sequence[str | Path],
     config: ModelConfig | None = None,
     *,
+    init: str | Path | None = None,
     tokenizer: TokenizerOptions | str | Path | None = None,
     minutes: float | None = None,
     budget: Budget | None = None,
     settings: Mapping[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Run:
-    """Make the run directory `out`, ready for `train`.
+    """Make the run directory `out`, ready for `train`; with `init`, for `train(..., resume=True)`.
 
     The text is read twice: to train a tokenizer, if none is given, and to tokenize it. A run of 100 steps or more, or
     with a time limit, is benchmarked: its log begins with a Forecast.
+
+    With `init`, the run begins with a checkpoint of step 0, that model in float32, and first validates it. Tokenizer,
+    chat template, special tokens and context length stay those of the model.
 
     Args:
         out: The new folder.
         data: Paths of text, or one folder made by `mlxlm.data.prepare`; or DataOptions.
         config: The model. It gets the tokenizer's vocabulary size and special tokens, and the sequence length as its
             context length, because it never sees more. None: the best model for `minutes`, see `auto_size`.
+        init: A model to train further, see `open_checkpoint`, instead of `config` and `tokenizer`.
         tokenizer: Path of a tokenizer, or TokenizerOptions. None: that of the prepared data, or train one.
         minutes: Short for `budget=Budget(minutes=minutes)`.
-        budget: How long to train, unless `settings` have "steps". Default: 20 tokens per parameter. With minutes, what
-            is left of them becomes the `time_limit` of the settings, and missing settings (batch size,
-            sequence length, validation) follow from the time. Of a long text, only a part is used (`TextLimited`).
+        budget: How long to train, unless `settings` have "steps". Default: 20 tokens per parameter, with `init` one
+            epoch. With minutes, what is left of them becomes the `time_limit` of the settings, and missing settings
+            (batch size, sequence length, validation) follow from the time. Of a long text, only a part is used
+            (`TextLimited`).
         settings: Fields of `TrainSettings`. `grad_accumulation_steps` are those of one process. The learning rate
-            defaults by model size, weight decay by the number of epochs.
+            defaults by model size, with `init` to a fifth of that; weight decay by the number of epochs.
         phase: Called with a label and a total in bytes (or None) for each long phase. Returns a context that yields a
             function, which is called with the bytes done.
 
@@ -97,14 +106,24 @@ def start_run(
     data, options = as_data_options(data), as_tokenizer_options(tokenizer)
     budget, values = merge_budget(budget, minutes, settings)
     timed, processes = budget.minutes is not None, budget.num_processes
+    base, base_tokenizer = (None, None) if init is None else open_base_model(init, "trained further")
+    if base is not None:
+        if config is not None or options != TokenizerOptions():
+            raise ConfigError(f"{init} has its own architecture and tokenizer", "`init` without `config`, `tokenizer`")
+        config, options = base.config, TokenizerOptions(init)
+        set_base_defaults(values, config)
     if config is None and not timed:
         raise ConfigError("there is no model, and no time to choose one by", "a preset, or minutes")
     seed = TrainSettings.provisional(values).seed
     prepared = check_sources(data, options)
 
+    if options == TokenizerOptions() and prepared is None and "teacher" in values:
+        options = TokenizerOptions(values["teacher"])
+
     # Tokenizer: its size decides the size of the model, which must fit the memory and the time
-    run_tokenizer = existing_tokenizer(options, prepared)
+    run_tokenizer = base_tokenizer or existing_tokenizer(options, prepared)
     if run_tokenizer is not None:
+        check_teacher(values, run_tokenizer, config.vocab_size if base and config else run_tokenizer.vocab_size)
         vocab_size = run_tokenizer.vocab_size
     elif options.vocab_size is not None:
         vocab_size = options.vocab_size
@@ -117,7 +136,8 @@ def start_run(
         draft = TrainSettings.provisional(values).per_process(processes)
         draft = replace(draft, batch_size=1) if timed else draft  # the batch size may follow from the time
         no_special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        untrained = _model_to_train(config.with_changes(vocab_size=vocab_size, **no_special_tokens), draft)
+        untrained = config if base else config.with_changes(vocab_size=vocab_size, **no_special_tokens)
+        untrained = _model_to_train(untrained, draft, base)
         if timed:
             with phase(MEASURING_LABEL, None):
                 token_seconds = seconds_per_token(untrained, budget.compute_seconds_left(), values, processes)
@@ -133,12 +153,21 @@ def start_run(
 
     with working_folder(out) as workspace:
         shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
+        if config is not None and base is None:
+            config = with_tokenizer(config, run_tokenizer)
         config, values, choice = _choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
         draft = TrainSettings.provisional(values)
+        config = _model_to_train(config, draft.per_process(processes), base)
+        check_shards(shards, run_tokenizer, draft.max_seq_length)
+        config = _set_chat_template(run_tokenizer, config, shards, base)
         values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
+        num_rows = count_rows(shards, draft)
         if not timed:
-            values["steps"] = budget.steps or steps_for(budget.tokens, config, draft)
-        final, forecast = finalize_settings(config, values, shards, count_rows(shards, draft), budget, phase)
+            one_epoch = -(-num_rows // draft.rows_per_step) if base and budget.tokens is None else None
+            values["steps"] = budget.steps or one_epoch or steps_for(budget.tokens, config, draft)
+        final, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
+        if base is not None:
+            return create_from_base(out, base, config, final, run_tokenizer, shards, not prepared, limited, forecast)
         run = Run.create(out, config, final, run_tokenizer, shards, move_data=not prepared)
     RunLog(run.log_file).record(limited, choice, forecast)
     return run
@@ -147,7 +176,7 @@ def start_run(
 def merge_budget(
     budget: Budget | None, minutes: float | None, settings: Mapping[str, Any] | None
 ) -> tuple[Budget, dict[str, Any]]:
-    """Return one budget, and the settings with a dtype, the steps, and the accumulation of all processes."""
+    """Return one budget, and complete settings: dtype, steps, accumulation of all processes, path of the teacher."""
     values, budget = dict(settings or {}), budget or Budget()
     minutes, steps = budget.minutes if minutes is None else minutes, values.get("steps")
     budget = replace(budget, minutes=minutes, steps=budget.steps if steps is None else steps)
@@ -156,6 +185,8 @@ def merge_budget(
     accumulation = values.get("grad_accumulation_steps", TrainSettings.grad_accumulation_steps)
     values["grad_accumulation_steps"] = accumulation * budget.num_processes
     set_default_dtype(values)
+    if (teacher := values.get("teacher")) is not None:  # a run may be resumed in another folder
+        values["teacher"] = str(Path(teacher).resolve()) if Path(teacher).exists() else teacher
     return budget, values
 
 
@@ -176,19 +207,16 @@ def _choose_model(
     token_seconds: float | None,
     phase: Phase,
 ) -> tuple[ModelConfig, dict[str, Any], ModelSizeChosen | None]:
-    """Return the model for `tokenizer`, the settings with a batch size and a sequence length, and the choice if any.
-
-    Also gives the tokenizer a chat template if the data has conversations.
-    """
-    manifest, choice = Manifest.read(shards), None
+    """Return the model for `tokenizer`, the settings with a batch size and a sequence length, and the choice if any."""
+    choice = None
     seconds, processes, fits_batch = budget.compute_seconds_left(), budget.num_processes, "batch_size" not in values
     if config is None:
         with phase("choosing a model", None):
-            tokens, law = manifest.train.tokens, budget.scaling_law
+            tokens, law = Manifest.read(shards).train.tokens, budget.scaling_law
             config, values, choice = auto_size(seconds, tokens, tokenizer.vocab_size, values, law, processes)
+        config = with_tokenizer(config, tokenizer)
     elif token_seconds is not None:
         values = batch_settings(config, TRAINING_FRACTION * seconds / token_seconds, values)
-    config = with_tokenizer(config, tokenizer)
     if budget.minutes is not None and fits_batch:  # large enough to use all cores, small enough for the memory
         if values["batch_size"] < platform.cpu_cores():
             with phase(MEASURING_LABEL, None):
@@ -196,15 +224,26 @@ def _choose_model(
         draft = TrainSettings.provisional(values).per_process(processes)
         while values["batch_size"] > 1 and not fits_memory(config, replace(draft, batch_size=values["batch_size"])):
             values["batch_size"] //= 2
-    settings = TrainSettings.provisional(values)
-    config = _model_to_train(config, settings.per_process(processes))
-    check_shards(manifest, tokenizer, settings.max_seq_length, shards)
+    return config, values, choice
+
+
+def _set_chat_template(tokenizer: Tokenizer, config: ModelConfig, shards: Path, base: Checkpoint | None) -> ModelConfig:
+    """Give the tokenizer CHAT_TEMPLATE if the text has conversations, and return the model with its EOS tokens.
+
+    Raises:
+        DataError: The text has conversations, and `base` has another chat template.
+    """
+    has_conversations = Manifest.read(shards).num_conversations > 0
+    if base is not None and tokenizer.chat_template is not None:
+        if has_conversations and tokenizer.chat_template != CHAT_TEMPLATE:
+            raise DataError(f"the text has conversations, which {base.path} formats in another way", "mlxlm finetune")
+        return config
     tokenizer.chat_template = None  # without conversations in the text the model knows no roles: it continues text
-    if manifest.num_conversations:
+    if has_conversations:
         tokenizer.chat_template = CHAT_TEMPLATE
         # An answer ends with the end of its turn, a text with the end of its document.
         config = config.with_changes(eos_token_id=[tokenizer.eos_token_id, tokenizer.special_tokens["<|end|>"]])
-    return config, values, choice
+    return config
 
 
 def with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -217,17 +256,21 @@ def with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     )
 
 
-def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig:
-    """Return the configuration to train. Raises ConfigError if the machine lacks the memory for it."""
-    config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None)
-    check_memory(config, settings)
+def _model_to_train(config: ModelConfig, settings: TrainSettings, base: Checkpoint | None) -> ModelConfig:
+    """Return the configuration to train, without `base` with a context of the sequence length, and not quantized.
+
+    Raises:
+        ConfigError: The machine lacks the memory for it.
+    """
+    context = settings.max_seq_length if base is None else config.max_position_embeddings
+    config = config.with_changes(max_position_embeddings=context, quantization=None)
+    check_memory(config, settings, preset="--preset" if base is None else "")
     return config
 
 
 def count_rows(shards: Path, settings: TrainSettings) -> int:
     """Return the rows of an epoch."""
-    data, length, seed = TokenDataset.open(shards, "train"), settings.max_seq_length, settings.seed
-    return TrainBatches(data, 1, length, seed, packing=settings.packing).rows  # batches of 1 need no padding
+    return open_batches(shards, replace(settings, batch_size=1, grad_accumulation_steps=1)).rows  # no padding
 
 
 def finalize_settings(
@@ -240,7 +283,8 @@ def finalize_settings(
     Raises:
         DataError: There is nothing to validate on.
     """
-    settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
+    settings = TrainSettings.provisional(values)
+    validation_data = open_validation(shards, settings)
     if not validation_data.bytes or (settings.mask_prompt and not validation_data.num_targets()):
         kind = "answer" if settings.mask_prompt else "text"
         hint = f"more {kind}s, `validation=FILE`, or a larger `validation_fraction`"
@@ -352,8 +396,9 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, data: Path) -> Non
         raise DataError(f"{data} was prepared with another tokenizer", "the one it was prepared with")
 
 
-def check_shards(manifest: Manifest, tokenizer: Tokenizer, max_seq_length: int, data: Path) -> None:
+def check_shards(data: Path, tokenizer: Tokenizer, max_seq_length: int) -> None:
     """Raise DataError if the shards in `data` were made with another tokenizer, or have too few tokens."""
+    manifest = Manifest.read(data)
     check_tokenizer(manifest, tokenizer, data)
     if (tokens := manifest.train.tokens) < max_seq_length + 1:
         hint = f"`max_seq_length={tokens - 1}`, or more text" if tokens > 2 else "more text"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -14,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.backend.mlx import eval_arrays, free_memory, mx
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
-from mlxlm.evaluate import evaluate_dataset
+from mlxlm.data.pairs import CHOSEN, REJECTED, PairBatch
 from mlxlm.model import Decoder
 from mlxlm.train.events import Forecast
+from mlxlm.train.objectives import make_loss, validate
 from mlxlm.train.run_clock import num_validations
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step import TrainStep
+from mlxlm.train.step import NamedArrays, TrainStep
 
 _BENCHMARK_STEPS = 3
 BENCHMARK_LABEL = "trying three training steps"
@@ -49,7 +49,8 @@ class Probe:
     def forecast(self, settings: TrainSettings, validation_tokens: int, steps: int | None = None) -> Forecast:
         """Predict a run of `steps` (default: the settings'): steps and validations, without saving and samples."""
         steps = settings.steps if steps is None else steps
-        windows = min(max(validation_tokens - 1, 1), settings.eval_tokens) / settings.max_seq_length
+        length = settings.max_seq_length * (2 if settings.has_pairs else 1)
+        windows = min(max(validation_tokens - 1, 1), settings.eval_tokens) / length
         validation_seconds = self.validation * math.ceil(math.ceil(windows) / settings.batch_size)
         if settings.eval_every is None and settings.time_limit is not None:
             times = num_validations(settings.time_limit, validation_seconds)
@@ -73,12 +74,12 @@ def probe(config: ModelConfig, settings: TrainSettings, validation_data: TokenDa
     One step compiles and three count. Of two batches of `validation_data` the first is for warmup. No memory stays
     allocated.
     """
-    _free_memory()
+    free_memory()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     compile_seconds, times, validation = _measure(config, settings, validation_data)
     memory = mx.get_peak_memory() - before
-    _free_memory()
+    free_memory()
     return Probe(compile_seconds, median(times), validation, memory)
 
 
@@ -88,25 +89,25 @@ def _measure(
     """Return the seconds of the first step, of each after it, and of a batch of validation."""
     model = Decoder(config, dropout=settings.dropout)
     model.init_weights(0)
-    step, batches = TrainStep(model, settings), _batches(config, settings)
+    step, batches = TrainStep(model, settings, loss=make_loss(settings)), _batches(config, settings)
     first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + _BENCHMARK_STEPS)]
     if validation_data is None:
         return first, times, 0.0
-    length, rows = settings.max_seq_length, settings.batch_size
-    masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
-    validate = partial(evaluate_dataset, model, validation_data, length, rows, rows * length, **masks)
-    return first, times, [_seconds(validate) for _ in range(2)][1]
+    rows, tokens = settings.batch_size, settings.tokens_per_step // settings.grad_accumulation_steps
+    validation = partial(validate, model, validation_data, settings, rows, tokens)
+    with step.evaluation_weights():
+        return first, times, [_seconds(validation) for _ in range(2)][1]
 
 
-def _free_memory() -> None:
-    """Models have reference cycles, so they stay until Python collects those."""
-    gc.collect()
-    mx.clear_cache()
-
-
-def _batches(config: ModelConfig, settings: TrainSettings) -> list[Batch]:
+def _batches(config: ModelConfig, settings: TrainSettings) -> Sequence[NamedArrays]:
     """Return random batches of one step, with documents and a loss mask if the run has them."""
     rows, length = settings.batch_size, settings.max_seq_length
+    if settings.has_pairs:
+        pairs, kinds = (rows, 2, length), np.tile([[CHOSEN], [REJECTED]], (rows, 1, 8))
+        tokens = np.zeros((*pairs[:2], length + 1), np.int32)
+        logps = {} if settings.loss == "orpo" else {"reference_logps": np.zeros(kinds.shape, np.float32)}
+        ids, mask = np.broadcast_to(np.arange(length) * 8 // length, pairs), np.ones(pairs, np.float32)
+        return [PairBatch(tokens, ids, mask, kinds, **logps)] * settings.grad_accumulation_steps
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (settings.grad_accumulation_steps, rows, length + 1), dtype=np.int32)
     ids = np.cumsum(rng.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)

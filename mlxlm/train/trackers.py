@@ -90,11 +90,13 @@ _FIELDS = {
 }
 
 
-def _values(event: Event) -> dict[str, Any]:
+def _values(event: Step | Validation | Sample) -> dict[str, Any]:
     """Return the values to log for an event, by name."""
     if isinstance(event, Sample):
         return {"sample": event.prompt + event.text}
-    return {name: getattr(event, field) for name, field in _FIELDS[type(event)].items()}
+    fields, prefix = _FIELDS[type(event)], "train" if isinstance(event, Step) else "validation"
+    values = {name: getattr(event, field) for name, field in fields.items()}
+    return values | {f"{prefix}/{name}": value for name, value in event.metrics.items()}
 
 
 def _identity(run: Run, project: str) -> dict[str, Any]:

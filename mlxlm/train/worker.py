@@ -12,29 +12,13 @@ from itertools import count
 
 from mlxlm.backend.mlx import eval_arrays, mx
 from mlxlm.backend.process_group import ProcessGroup, versions
-from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.model import Decoder
+from mlxlm.train.objectives import make_loss, open_batches
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import DataError, PlatformError
-
-
-def step_batches(run: Run, process_group: ProcessGroup) -> TrainBatches:
-    """Open the batches of `run`, or this rank's share of them.
-
-    Raises:
-        DataError: The data can't be used.
-        PlatformError: The ranks can't share a step's batches equally.
-    """
-    settings = run.settings
-    return TrainBatches(
-        TokenDataset.open(run.data, "train"), settings.batch_size, settings.max_seq_length, settings.seed,
-        packing=settings.packing, document_mask=settings.document_mask, mask_prompt=settings.mask_prompt,
-        rank=process_group.rank, num_processes=process_group.size,
-        batches_per_step=process_group.batches_per_process(settings.grad_accumulation_steps),
-    )  # fmt: skip
 
 
 def start_workers(run: Run, step: TrainStep, finished_steps: int, process_group: ProcessGroup) -> None:
@@ -70,10 +54,13 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
     except DataError as error:
         hint = f"the same prepared folder at {run.data} on every machine: a copy, or a shared disk"
         raise DataError(f"rank {process_group.rank}: {error.message}", hint) from None
-    step = TrainStep(Decoder(run.config, dropout=run.settings.dropout), run.settings, process_group)
+    model, settings = Decoder(run.config, dropout=run.settings.dropout), run.settings
+    step = TrainStep(model, settings, process_group, make_loss(settings))
     step.match_environment(message["environment"], message["environment"]["micro_batches"])
     _broadcast_weights(step, process_group)
-    with closing(prefetch(step_batches(run, process_group).read_step, count(message["step"] + 1))) as batches:
+    with closing(
+        prefetch(open_batches(run.data, settings, process_group).read_step, count(message["step"] + 1))
+    ) as batches:
         while (learning_rate := process_group.broadcast_object()) is not None:
             eval_arrays(step(next(batches), learning_rate), step.state)
 

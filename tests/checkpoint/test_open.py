@@ -16,7 +16,7 @@ from mlxlm.checkpoint.safetensors import file_tensors
 from mlxlm.families import config_to_hf
 from mlxlm.generation.loaded_model import load
 from mlxlm.tokenizer import load as load_tokenizer
-from mlxlm.train.finetune import open_base_model
+from mlxlm.train import open_base_model
 from mlxlm.train.settings import TokenizerOptions
 from mlxlm.train.start import existing_tokenizer
 from mlxlm.utils.errors import CheckpointError, MlxlmError, TokenizerError

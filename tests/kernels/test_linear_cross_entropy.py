@@ -41,15 +41,18 @@ def differentiated(hidden, weight, targets, weights, **options):
 @settings(max_examples=25)
 @given(
     n=st.integers(1, 40), h=st.integers(1, 9), v=st.integers(1, 33), chunk=st.integers(1, 50),
-    softcap=st.sampled_from([None, 3.0]), training=st.booleans(), compiled=st.booleans(),
+    softcap=st.sampled_from([None, 3.0]), kind=st.sampled_from(["sum", "training", "none"]), compiled=st.booleans(),
 )  # fmt: skip
-def test_exact_for_all_shapes(n, h, v, chunk, softcap, training, compiled):
+def test_exact_for_all_shapes(n, h, v, chunk, softcap, kind, compiled):
     arrays = make(n, h, v)
     wanted = exact(*arrays, softcap)
 
     def run(*arrays):
         def loss(hidden, weight):
-            return linear_cross_entropy(hidden, weight, *arrays[2:], softcap=softcap, chunk=chunk, training=training)
+            options = {"softcap": softcap, "chunk": chunk}
+            if kind == "none":
+                return (linear_cross_entropy(hidden, weight, arrays[2], reduction="none", **options) * arrays[3]).sum()
+            return linear_cross_entropy(hidden, weight, *arrays[2:], training=kind == "training", **options)
 
         return mx.value_and_grad(loss, (0, 1))(*arrays[:2])
 

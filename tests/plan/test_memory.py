@@ -7,27 +7,30 @@ import pytest
 import mlxlm
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.config.optimizers import OPTIMIZERS
+from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES, optimizer_bytes
 from mlxlm.families import load_preset
 from mlxlm.plan import Training, count_training_flops, training_memory
-from mlxlm.plan.memory import layer_bytes, optimizer_bytes
+from mlxlm.plan.memory import layer_bytes
 from tests.simulated_gpu import install
 
 SMALL = Training(batch_size=2, max_seq_length=64)
 
 
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_bytes(optimizer):
+def test_optimizer_bytes(optimizer, dtype):
     from mlxlm.backend.mlx import tree_flatten
     from mlxlm.model import Decoder
     from mlxlm.train import TrainSettings
     from mlxlm.train.step import TrainStep
 
     config = load_preset("0.3m").with_changes(tie_word_embeddings=False, attention_bias=True, norm="layer")
-    step = TrainStep(Decoder(config), TrainSettings(steps=1, learning_rate=1.0, optimizer=optimizer))
+    step = TrainStep(
+        Decoder(config), TrainSettings(steps=1, learning_rate=1.0, optimizer=optimizer, optimizer_state=dtype)
+    )
     held = {name: array for name, array in step.save_state().items() if array.size > 2}
     mx.eval(held)
-    assert sum(array.nbytes for _, array in tree_flatten(held)) == optimizer_bytes(config, optimizer)
+    assert sum(array.nbytes for _, array in tree_flatten(held)) == optimizer_bytes(config, optimizer, dtype)
 
 
 def test_layer_bytes():

@@ -50,7 +50,7 @@ def trained(monkeypatch, parts: int, *, rows: int = 4, steps: int = 3, change=No
     mx.random.seed(0)
     seen = []
     for i in range(steps):
-        loss, norm = step([batch(rows, 10 * i + j) for j in range(settings.get("grad_accumulation_steps", 1))], 1e-3)
+        loss, norm, _ = step([batch(rows, 10 * i + j) for j in range(settings.get("grad_accumulation_steps", 1))], 1e-3)
         mx.eval(loss, norm, step.state)
         seen += [loss.item(), norm.item()]
     return seen, {name: np.array(x) for name, x in tree_flatten(model.parameters())}
@@ -85,7 +85,7 @@ def test_random_numbers_differ_by_part_and_step():
     state = {"weight": mx.zeros((3,))}
     mx.random.seed(7)
     draw = CPUDataParallel(lambda batches: mx.random.uniform(shape=(5,)), state, 2)
-    rows = [[np.zeros((2, 1))]]
+    rows = [{"x": np.zeros((2, 1))}]
     found = [np.array(x).tolist() for x in (*draw(rows), *draw(rows))]
     assert len({tuple(x) for x in found}) == 4
     mx.random.seed(7)
@@ -96,17 +96,17 @@ def test_error_in_a_thread():
     ended = []
 
     def function(batches):
-        if len(batches[0][0]) == 1:
+        if len(batches[0]["x"]) == 1:
             raise ValueError("no such row")
         ended.append(True)
-        return batches[0][0].sum()
+        return batches[0]["x"].sum()
 
     num_threads = load_blas()._thread_functions[0][1]
     before = num_threads()
     with pytest.raises(ValueError, match="no such row"):
-        CPUDataParallel(function, {}, 2)([[np.ones((3, 2))]])
+        CPUDataParallel(function, {}, 2)([{"x": np.ones((3, 2))}])
     assert ended and num_threads() == before
-    assert [x.item() for x in CPUDataParallel(function, {}, 2)([[np.ones((4, 2))]])] == [4, 4]
+    assert [x.item() for x in CPUDataParallel(function, {}, 2)([{"x": np.ones((4, 2))}])] == [4, 4]
 
 
 def test_ctrl_c_waits_for_all_parts():
@@ -116,7 +116,7 @@ def test_ctrl_c_waits_for_all_parts():
         begun.set()
         time.sleep(0.1)
         ended.append(True)
-        return batches[0][0].sum()
+        return batches[0]["x"].sum()
 
     def interrupt():
         begun.wait()
@@ -126,7 +126,7 @@ def test_ctrl_c_waits_for_all_parts():
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            CPUDataParallel(function, {}, 2)([[np.ones((4, 2))]])
+            CPUDataParallel(function, {}, 2)([{"x": np.ones((4, 2))}])
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(ended) == 2
@@ -138,9 +138,9 @@ def test_blas_is_single_threaded():
 
     def function(batches):
         seen.append(num_threads())
-        return batches[0][0]
+        return batches[0]["x"]
 
-    CPUDataParallel(function, {}, 2)([[np.ones((2, 2))]])
+    CPUDataParallel(function, {}, 2)([{"x": np.ones((2, 2))}])
     assert seen == [1, 1]
 
 
@@ -148,8 +148,8 @@ def test_process_exit():
     code = (
         "import numpy as np\nfrom mlxlm.backend.mlx import mx\n"
         "from mlxlm.train.cpu_data_parallel import CPUDataParallel\n"
-        "cut = CPUDataParallel(lambda batches: mx.exp(batches[0][0]).sum() * 2, {}, 2)\n"
-        "print([x.item() for x in cut([[np.zeros((4, 2), np.float32)]])])"
+        "cut = CPUDataParallel(lambda batches: mx.exp(batches[0]['x']).sum() * 2, {}, 2)\n"
+        "print([x.item() for x in cut([{'x': np.zeros((4, 2), np.float32)}])])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[8.0, 8.0]\n", "")

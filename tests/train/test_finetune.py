@@ -92,7 +92,7 @@ def test_first_checkpoint_is_the_base_model(new_run, base, tiny_tokenizer):
     events = finish(run, resume=True)
     assert isinstance(events[0], Started) and events[0].step == 0
     assert isinstance(events[1], Validation) and events[1].step == 0
-    assert json.loads((run.path / "log.jsonl").read_text().splitlines()[1])["step"] == 0
+    assert json.loads((run.path / "log.jsonl").read_text().splitlines()[2])["step"] == 0
     before, after = events[1].loss, [e for e in events if isinstance(e, Validation)][-1].loss
     assert before == pytest.approx(np.log(300), abs=0.2) and after < before - 0.1
     assert isinstance(events[-1], Finished)
@@ -333,7 +333,7 @@ def test_command_that_continues_the_run(new_run, tmp_path, capsys):
     ending = finish(run, resume=True, stop_at=1)[-1]
     print_summary(ending, run)
     assert f"mlxlm finetune --resume '{run.path}'" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="is a fine-tuning run"):
+    with pytest.raises(CheckpointError, match="started from a model"):
         repeat_run(tmp_path / "copy", run)
 
 
@@ -357,7 +357,7 @@ def test_the_command_shows_what_is_learned(base, tmp_path, monkeypatch):
     assert code == 0 and run_mlxlm("finetune", "--resume", "run", "--show", "1")[0] == 2
     data.write_text("{}")
     code, _, err = run_mlxlm("finetune", base, data, "--show", "1")
-    assert code == 1 and 'line 1 has no known format; its fields are none (try: records with "messages"' in err
+    assert code == 1 and 'line 1 has no known format; its fields are none (try: records with "chosen"' in err
 
 
 def test_the_command(tmp_path, base, talks):
@@ -372,7 +372,7 @@ def test_the_command(tmp_path, base, talks):
     assert chat.messages[-1].role == "assistant" and len(chat.messages[-1].ids) <= 5
     code, _, err = command("--resume", out)
     assert code == 0 and "had already finished its 4 steps" in err
-    for wrong in (["--resume", out, "--steps", "3"], ["--resume", out, base], [base, "--out", tmp_path / "x"]):
+    for wrong in (["--resume", out, "--seed", "3"], ["--resume", out, base], [base, "--out", tmp_path / "x"]):
         assert command(*wrong)[0] == 2
     idle = ["--validation", talks, "--validation-fraction", "0.1"]
     code, _, err = command(base, talks, "--out", tmp_path / "x", *idle)

@@ -107,8 +107,8 @@ def change_losses(monkeypatch, loss_of):
     real, steps = TrainStep.__call__, itertools.count(1)
 
     def changed(self, batches, rate):
-        loss, norm = real(self, batches, rate)
-        return loss_of(next(steps), loss), norm
+        loss, *others = real(self, batches, rate)
+        return loss_of(next(steps), loss), *others
 
     monkeypatch.setattr(TrainStep, "__call__", changed)
 
@@ -137,7 +137,7 @@ def test_last_good_checkpoint_is_before_the_loss_rose(new_run, monkeypatch):
 def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validation_loss):
     """A run of a few steps, in which the loss alone shows no divergence. Chance is ln 300 = 5.70 nats."""
     run, losses = new_run("run", steps=3, eval_every=2), iter([9.0, validation_loss])
-    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
+    monkeypatch.setattr("mlxlm.train.objectives.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
     if validation_loss < np.log(300) + 1:
         assert finish(run)[-1].best_loss == validation_loss
         return
@@ -147,7 +147,7 @@ def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validatio
 
 def test_nan_validation_loss_stops_training(new_run, monkeypatch):
     run, nan = new_run("run", eval_every=2), Evaluation(float("nan"), float("nan"), 9)
-    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: nan)
+    monkeypatch.setattr("mlxlm.train.objectives.evaluate_dataset", lambda *_, **__: nan)
     with pytest.raises(TrainingError, match="stopped at step 2: the validation loss is nan"):
         finish(run)
     assert run.checkpoints() == []

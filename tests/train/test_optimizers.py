@@ -108,12 +108,19 @@ def test_muon_update_is_orthogonal_and_as_large_as_that_of_adamw(shape):
     assert np.sqrt((update**2).mean()) == pytest.approx(0.2, rel=0.2)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_loaded_state_continues_bit_equal(optimizer, tiny_config, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "dtypes"),
+    [
+        *((optimizer, {}) for optimizer in OPTIMIZERS),
+        ("adamw", {"optimizer_state": "int8", "param_dtype": "bfloat16"}),
+        ("muon", {"optimizer_state": "bfloat16"}),
+    ],
+)
+def test_loaded_state_continues_bit_equal(optimizer, dtypes, tiny_config, tmp_path):
     rng = np.random.default_rng(0)
     batches = [[Batch(rng.integers(0, 300, (2, 9)).astype(np.int32))] for _ in range(3)]
     rate = learning_rate_by_size(10**6, optimizer)
-    settings = TrainSettings(steps=9, learning_rate=rate, optimizer=optimizer, dropout=0.1, ema_decay=0.9)
+    settings = TrainSettings(steps=9, learning_rate=rate, optimizer=optimizer, dropout=0.1, ema_decay=0.9, **dtypes)
 
     def fresh() -> TrainStep:
         model = Decoder(tiny_config, dropout=0.1)

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.data import DataOptions, Manifest, read_texts, total_bytes
 from mlxlm.data.preparation import training_texts
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Budget, TokenizerOptions, start, start_run
 from mlxlm.train.events import TextLimited
+from mlxlm.train.objectives import open_batches
 from mlxlm.train.optimizers import default_weight_decay
-from mlxlm.train.worker import step_batches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import QUICK, read_log
 
@@ -116,7 +115,7 @@ def test_padding_does_not_count_as_epochs(tmp_path, tiny_config, tokenizer_folde
     settings = {"batch_size": 8, "max_seq_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
     source = tmp_path / "text.jsonl"
     run = start_run(tmp_path / "run", [source], tiny_config, tokenizer=tokenizer_folder, settings=settings)
-    manifest, batches = Manifest.read(run.data), step_batches(run, ProcessGroup())
+    manifest, batches = Manifest.read(run.data), open_batches(run.data, run.settings)
     assert batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
     assert run.settings.weight_decay == 0.1
 

@@ -1,16 +1,18 @@
 """The training step: loss weights, dtypes, activation recomputation, EMA weights."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.data import Batch
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.block import Dropout
 from mlxlm.train import Started, TrainingWarning, TrainSettings
-from mlxlm.train.step import TrainStep, summed_loss, update_ema
+from mlxlm.train.step import TrainStep, cross_entropy_loss, update_ema
 from tests.train.training_runs import contents, finish
 
 RNG = np.random.default_rng(0)
@@ -27,9 +29,9 @@ def a_step(config, dropout=0.0, **settings) -> TrainStep:
 
 
 def gradients(step: TrainStep, *batch) -> dict[str, np.ndarray]:
-    arrays = [None if part is None else mx.array(part) for part in batch]
+    arrays = {name: mx.array(x) for name, x in Batch(*batch)._asdict().items() if x is not None}
     parameters = step.model.trainable_parameters()
-    found = dict(tree_flatten(mx.grad(step._loss)(parameters, *arrays)))
+    found = dict(tree_flatten(mx.value_and_grad(step._loss)(parameters, arrays)[1]))
     step.model.update(parameters)
     assert all(g.dtype == mx.float32 for g in found.values())
     return {name: np.array(g) for name, g in found.items()}
@@ -44,7 +46,7 @@ def test_loss_equals_that_of_the_logits(tiny_config, changes):
         given = [None if x is None else mx.array(x) for x in (segment_ids, weights)]
         losses = cross_entropy(model(inputs, segment_ids=given[0]), targets)
         wanted = (losses * (1 if weights is None else given[1])).sum()
-        assert summed_loss(model, mx.array(TOKENS), *given).item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert cross_entropy_loss(model, mx.array(TOKENS), *given)[0].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_loss_weights(tiny_config):
@@ -53,8 +55,8 @@ def test_loss_weights(tiny_config):
     step, plain = a_step(tiny_config), a_step(tiny_config)
     whole = np.zeros((2, 16), np.float32)
     whole[1] = 2.0  # one batch: its second row, twice; the other batch: all of it, once
-    loss, norm = step([Batch(TOKENS, None, whole), Batch(other, None, np.ones((2, 16), np.float32))], 1e-2)
-    same_loss, same_norm = plain([Batch(TOKENS[[1, 1]]), Batch(other)], 1e-2)
+    loss, norm, _ = step([Batch(TOKENS, None, whole), Batch(other, None, np.ones((2, 16), np.float32))], 1e-2)
+    same_loss, same_norm, _ = plain([Batch(TOKENS[[1, 1]]), Batch(other)], 1e-2)
     assert loss.item() == pytest.approx(same_loss.item(), rel=1e-5)
     assert norm.item() == pytest.approx(same_norm.item(), rel=1e-4)
 
@@ -62,8 +64,8 @@ def test_loss_weights(tiny_config):
 def test_mean_loss_is_over_the_weights_of_all_batches(tiny_config):
     step = a_step(tiny_config)
     batches = [Batch(TOKENS, SEGMENTS, WEIGHTS), Batch(TOKENS, SEGMENTS, WEIGHTS * 0)]
-    total = summed_loss(step.model, *map(mx.array, batches[0])).item()
-    loss, _ = step(batches, 1e-2)
+    total = cross_entropy_loss(step.model, *map(mx.array, batches[0]))[0].item()
+    loss, _, _ = step(batches, 1e-2)
     assert loss.item() == pytest.approx(total / WEIGHTS.sum(), rel=1e-5)
 
 
@@ -72,7 +74,7 @@ def test_loss_of_a_single_token(tiny_config):
     found = []
     for weight in (0.25, 4.0, 0.0):
         weights[0, 3] = weight
-        found.append([x.item() for x in a_step(tiny_config)([Batch(TOKENS, None, weights)], 1e-2)])
+        found.append([x.item() for x in a_step(tiny_config)([Batch(TOKENS, None, weights)], 1e-2)[:2]])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[2] == [0.0, 0.0]
 
@@ -109,7 +111,7 @@ def test_grad_checkpoint_repeats_the_dropout(tiny_config):
     def moved(by: float) -> float:
         mx.random.seed(7)
         step.model.load_weights([(n, w + by * direction[n]) for n, w in tree_flatten(parameters)])
-        return step._loss(step.model.trainable_parameters(), mx.array(TOKENS), None, None).item()
+        return step._loss(step.model.trainable_parameters(), {"tokens": mx.array(TOKENS)})[0].item()
 
     slope = (moved(1e-3) - moved(-1e-3)) / 2e-3
     step.model.update(parameters)
@@ -159,7 +161,7 @@ def test_bfloat16_weights_stay_float32(tiny_config):
     # Steps far smaller than a weight's last bit in bfloat16 add up.
     before = {n: np.array(w) for n, w in step.weights().items()}
     for _ in range(2):
-        loss, norm = step([Batch(TOKENS)], 1e-6)
+        loss, norm, _ = step([Batch(TOKENS)], 1e-6)
         mx.eval(loss, norm, step.state)
     assert loss.dtype == norm.dtype == mx.float32
     for name, weight in step.weights().items():
@@ -191,7 +193,7 @@ def test_ema_weights(tiny_config):
         assert mx.array_equal(raw[name], weight)
         assert mx.array_equal(step.save_state()[f"weights.{name}"], weight)
         np.testing.assert_allclose(np.array(step.weights()[name]), wanted[name], atol=1e-5)
-    with step.ema_weights():
+    with step.evaluation_weights():
         inside = dict(tree_flatten(step.model.parameters()))
         assert all(mx.array_equal(inside[n], w) for n, w in step.weights().items())
     after = dict(tree_flatten(step.model.parameters()))
@@ -208,10 +210,11 @@ RANDOM = np.random.default_rng(0)
 SHORT = {"steps": 6, "eval_every": 0, "save_every": 0}
 
 
-def divided_step(config, micro_batches, batch_size=4, **settings):
+def divided_step(config, micro_batches, batch_size=4, loss=cross_entropy_loss, **settings):
     model = Decoder(config)
     model.init_weights(0)
-    step = TrainStep(model, TrainSettings(steps=9, learning_rate=1e-2, batch_size=batch_size, **settings))
+    settings = TrainSettings(steps=9, learning_rate=1e-2, batch_size=batch_size, **settings)
+    step = TrainStep(model, settings, loss=loss)
     assert step.match_environment(None, micro_batches) is None
     return step
 
@@ -227,12 +230,44 @@ def test_parts_are_the_same_step(tiny_config, monkeypatch, rows, cores):
         for _ in range(2)
     ]
     whole, *others = (divided_step(tiny_config, n, rows) for n in (1, 2, 3, 99))
-    loss, norm = (x.item() for x in whole(batches, 1e-3))
+    loss, norm = (x.item() for x in whole(batches, 1e-3)[:2])
     for step in others:
         found = step(batches, 1e-3)
         assert found[0].item() == pytest.approx(loss, rel=1e-5) and found[1].item() == pytest.approx(norm, rel=1e-4)
         for name, weight in step.weights().items():
             assert np.allclose(np.array(weight), np.array(whole.weights()[name]), atol=2e-5), name
+
+
+class Pairs(NamedTuple):
+    """A batch of another loss."""
+
+    first: np.ndarray
+    second: np.ndarray
+    margins: np.ndarray | None = None
+
+
+def pair_loss(model, first, second):
+    """A loss that isn't a sum over tokens."""
+    losses = [cross_entropy(model(x[:, :-1]), x[:, 1:]).mean(1) for x in (first, second)]
+    wins = (losses[0] < losses[1]).astype(mx.float32)
+    metrics = {"accuracy": mx.stack([wins.sum(), mx.array(float(len(first)))]), "none": mx.zeros(2)}
+    return nn.losses.log_cosh_loss(*losses, reduction="sum"), mx.array(2.0 * len(first)), metrics
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_another_loss(tiny_config, monkeypatch, cores):
+    """Loss, gradient and metrics are divided by the sums over all parts."""
+    monkeypatch.setattr(platform, "cpu_cores", lambda: cores)
+    batches = [Pairs(*RANDOM.integers(0, 300, (2, 3, 17)).astype(np.int32)) for _ in range(2)]
+    step = divided_step(tiny_config, 2, 3, grad_clip=0, loss=pair_loss)
+    both = [mx.array(np.concatenate(x)) for x in list(zip(*batches, strict=True))[:2]]
+    (loss, count, metrics), gradients = nn.value_and_grad(step.model, pair_loss)(step.model, *both)
+    norm = mx.sqrt(sum(g.square().sum() for _, g in tree_flatten(gradients)))
+    found_loss, found_norm, found = step(batches, 1e-3)
+    assert found_loss.item() == pytest.approx((loss / count).item(), rel=1e-5)
+    assert found_norm.item() == pytest.approx((norm / count).item(), rel=1e-4)
+    assert found["accuracy"].item() == pytest.approx(metrics["accuracy"][0].item() / 6)
+    assert np.isnan(found["none"].item())
 
 
 def test_parts_take_less_memory(tiny_config, monkeypatch):
