@@ -136,6 +136,11 @@ class ChatTemplate:
         self.generation_prefix = self.reasoning_tags.open_tag(self.render([Message("user", "?")]))
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the template shows tools, calls and results."""
+        return self._tool_support is not None
+
+    @property
     def tool_format(self) -> ToolFormat:
         """How the model writes calls: as in its template, or in `JSON_FORMAT` if that shows no tools."""
         return self._tool_support[0] if self._tool_support else JSON_FORMAT

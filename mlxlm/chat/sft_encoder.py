@@ -39,6 +39,8 @@ class SFTEncoder:
     Attributes:
         chat_template: The jinja template.
         eos_token_ids: The tokens that end an answer.
+        has_tools_as_text: Whether a conversation had tools or calls that the template doesn't know, see
+            `ChatTemplate.render`.
 
     Raises:
         TokenizerError: The model has no chat template, or it doesn't mark where an answer ends.
@@ -55,7 +57,7 @@ class SFTEncoder:
                     f"`chat_template`: {names}",
                 )
             template = ChatTemplate(tokenizer, CHAT_TEMPLATE)
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._template, self.has_tools_as_text = tokenizer, template, False
         self.chat_template, self.eos_token_ids = self._template.source, self._template.eos_token_ids
         self._end_token_ids = eos_token_ids | self.eos_token_ids
         if not self.eos_token_ids:
@@ -86,6 +88,8 @@ class SFTEncoder:
         if last is None:
             weights = " with the weight 1" if any(message.role == "assistant" for message in messages) else ""
             raise DataError(f"{document.location} has no message of the assistant{weights}", _ROW_HINT)
+        has_tools = document.tools or any(message.tool_calls or message.role == "tool" for message in messages)
+        self.has_tools_as_text |= bool(has_tools) and not self._template.has_tools
         system, rounds = _rounds(messages[: last + 1])
         while rounds:
             try:

@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from mlxlm.backend import platform
+from mlxlm.backend.hub import hub_errors
+from mlxlm.backend.hub import is_reachable as is_reachable  # noqa: PLC0414 - a part of access to models
 from mlxlm.checkpoint.catalog import HubSource
 from mlxlm.checkpoint.locations import gguf_quantization, group_gguf, has_all_safetensors, has_pytorch
 from mlxlm.utils.digests import file_sha256
@@ -40,7 +42,6 @@ _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safeten
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"]
 _DEFAULT_QUANTIZATION = "Q4_K_M"  # of GGUF files, as in llama.cpp and ollama
-_TIMEOUT = 5.0  # seconds
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the ETag of large files, and their name in the cache
 _DIGESTS_FILE = "mlxlm.json"  # in the folder of a repository: {"revision": commit, "sha256": {file: digest}}
 _MAX_DIGESTS = 1 << 20  # bytes of that file
@@ -104,7 +105,7 @@ def _download_gguf(id: str, is_local: bool) -> Path:
     if is_local:
         folder = _snapshot(repository, branch, [], is_local)
         return folder / choose_gguf(id, [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")])[0]
-    with _hub_errors(repository, branch):
+    with hub_errors(CheckpointError, repository, branch):
         siblings = huggingface_hub.HfApi().model_info(repository, revision=branch).siblings or ()
         paths = []
         for file in choose_gguf(id, [sibling.rfilename for sibling in siblings]):
@@ -162,7 +163,7 @@ def download_bytes(id: str) -> int | None:
         return None
     import huggingface_hub
 
-    with _hub_errors(repository, branch):
+    with hub_errors(CheckpointError, repository, branch):
         info = huggingface_hub.HfApi().model_info(repository, revision=branch, files_metadata=True)
     files = info.siblings or ()
     names = [file.rfilename for file in files]
@@ -221,18 +222,6 @@ def upload(files: Mapping[str, Path], defaults: Mapping[str, bytes], id: str, *,
         raise CheckpointError(f"{id} can't be uploaded: {' '.join(str(error).split())}") from None
 
 
-def is_reachable() -> bool:
-    """Whether downloads are allowed and the hub answers within seconds; huggingface_hub retries for half a minute."""
-    if platform.is_offline():
-        return False
-    from huggingface_hub import constants, get_session
-
-    with suppress(Exception):  # whatever its HTTP client raises
-        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
-        return True
-    return False
-
-
 def find_source(source: HubSource) -> Path | None:
     """Find what `download_source` downloads in the hub's cache, if it is complete, without the network."""
     if not platform.cached_repository(source.repository).is_dir():
@@ -264,7 +253,7 @@ def download_source(source: HubSource) -> Path:
     import huggingface_hub
 
     blobs = platform.cached_repository(source.repository) / "blobs"
-    with _hub_errors(source.repository, source.revision), _no_progress_bars():
+    with hub_errors(CheckpointError, source.repository, source.revision), _no_progress_bars():
         if source.file is not None:
             download_blob(source.repository, source.file, source.revision, blobs)
             return Path(huggingface_hub.hf_hub_download(source.repository, source.file, revision=source.revision))
@@ -304,38 +293,9 @@ def _snapshot(repository: str, revision: str | None, patterns: list[str], is_loc
     """Return the folder of a repository with the files of `patterns`; `is_local`: without the network."""
     import huggingface_hub
 
-    with _hub_errors(repository, revision):
+    with hub_errors(CheckpointError, repository, revision):
         options: dict[str, Any] = {"allow_patterns": patterns, "local_files_only": is_local}
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, **options))
-
-
-@contextmanager
-def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into CheckpointError."""
-    from huggingface_hub import errors
-
-    id, hint = f"{repository}@{revision}" if revision else repository, None
-    try:
-        yield
-        return
-    except CheckpointError:
-        raise
-    except errors.GatedRepoError:
-        problem = f"{id} is gated"
-        hint = f"request access at https://huggingface.co/{repository}, then hf auth login"
-    except errors.RepositoryNotFoundError:
-        problem = f"there is no path {id}, nor a model of this name on the hub"
-        hint = "check the spelling, or hf auth login"
-    except errors.RevisionNotFoundError:
-        problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        partly = platform.cached_repository(repository).is_dir()
-        place = "not completely in the cache" if partly else "neither a path nor in the cache"
-        problem = f"{id} is {place}, and the hub can't be reached"
-        hint = platform.ALLOW_DOWNLOADS if platform.is_offline() else "a network connection, or the path of a model"
-    except Exception as error:  # whatever its HTTP client and file locks raise
-        problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"
-    raise CheckpointError(problem, hint)
 
 
 def download_blob(repository: str, file: str, revision: str | None, blobs: Path) -> None:

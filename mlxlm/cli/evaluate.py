@@ -166,7 +166,7 @@ def _evaluate_texts(
             source = read_documents([text], stdin=sys.stdin.buffer, advance=advance, **how)
             loss = evaluate_text(lm, source, **lengths, adapt_learning_rate=rate)
             losses[kind]["stdin" if text == "-" else text] = loss
-    print_skipped(bad.skipped)
+    print_skipped(bad.reasons.values())
     totals = {kind: sum(parts.values(), TextLoss()) for kind, parts in losses.items()}
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in losses[""].items()}} if len(losses[""]) > 1 else {}
@@ -216,7 +216,7 @@ def _evaluate_suite(
         best = checkpoint_step(locate(model).weights) if is_run else 0
         if file is not None:
             suite_figure(results[best]).savefig(file, format=plot.suffix[1:].lower(), dpi=120)
-    print_skipped(bad.skipped)
+    print_skipped(bad.reasons.values())
     if as_json:
         steps = {"step": best, "checkpoints": {step: asdict(x) for step, x in results.items()}} if is_run else {}
         render.emit_json({"model": model, "seed": seed, **asdict(size), **asdict(results[best]), **steps})

@@ -33,7 +33,8 @@ DTYPES = ["float32", "float16", "bfloat16"]
 _ADAPTER = "Merge a LoRA adapter of PEFT or mlx_lm."
 SOURCES_HELP = (
     "Sources are text files, .jsonl, .json, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files "
-    "(pip install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
+    "(pip install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, "
+    "hf://datasets/OWNER/NAME on its hub, or - for stdin."
 )
 
 _TYPES: dict[str, Any] = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option

@@ -24,7 +24,7 @@ from mlxlm.cli.options import (
     option,
     reject_unused_options,
 )
-from mlxlm.cli.training_options import print_skipped
+from mlxlm.cli.training_options import print_read
 from mlxlm.data.builtin import write_python_reference
 from mlxlm.data.manifest import Manifest
 from mlxlm.data.options import DataOptions, parse_weighted_sources
@@ -96,7 +96,7 @@ def prepare(
         data = DataOptions(paths, weights, validation=validation, stdin=sys.stdin.buffer, **given_values(options))
         manifest = prepare_data(data, loaded, out, seed=seed or 0, progress=advance)
     seconds = time.perf_counter() - start
-    print_skipped(manifest.skipped)
+    print_read(manifest)
     if (duplicates := manifest.dedup) is not None:
         counts = f"{duplicates.exact} exact and {duplicates.near} near duplicates of {duplicates.documents} documents"
         render.say(f"dropped {counts} ({duplicates.fraction:.1%}, {human_bytes(duplicates.bytes)})")

@@ -128,5 +128,5 @@ def _new_run(
     run = train.start_run(
         out, text, config, init=init, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase
     )
-    training_options.print_skipped(run.data)
+    training_options.print_read(run.data)
     return run

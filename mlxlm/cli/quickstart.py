@@ -32,7 +32,7 @@ from mlxlm.cli.options import (
 )
 from mlxlm.cli.prepare import CORPORA, SMALL_WORLD, write_corpus
 from mlxlm.cli.training import phase, print_summary, run_training, stop_on_signal
-from mlxlm.cli.training_options import print_skipped
+from mlxlm.cli.training_options import print_read
 from mlxlm.data.options import DataOptions
 from mlxlm.data.small_world.corpus import held_out_questions
 from mlxlm.data.sources import read_documents
@@ -151,7 +151,7 @@ def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, o
         run = train.start_run(out, data, config, minutes=minutes, settings=settings, phase=phase)
     except TooFewTokensError as error:  # its hint is an option of pretrain
         raise DataError(error.message, "more text, or text that repeats itself less") from error
-    print_skipped(run.data)
+    print_read(run.data)
     return run
 
 

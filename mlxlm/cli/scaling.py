@@ -151,7 +151,7 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
     text = DataOptions(data, **training_options.data_settings(options))
     tokenizer, settings = training_options.given_tokenizer(options), training_options.given_settings(options)
     grid = start_grid(out, text, sizes, tokenizer=tokenizer, settings=settings, phase=phase)
-    training_options.print_skipped(grid.data)
+    training_options.print_read(grid.data)
     return grid
 
 

@@ -118,7 +118,7 @@ def run_sweep(
             halving=halving,
             phase=phase,
         )
-        training_options.print_skipped(sweep.data)
+        training_options.print_read(sweep.data)
     else:
         sweep = kind.open(out)
     errors, exit_code = train_sweep(sweep, _runs(sweep), sweep.num_trials, **runtime)

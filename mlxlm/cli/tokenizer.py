@@ -61,7 +61,7 @@ def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_
             trained = train(source, vocab_size, tokenizer_type)
         trained.save(folder)
     seconds = human_seconds(time.perf_counter() - start)
-    print_skipped(bad.skipped)
+    print_skipped(bad.reasons.values())
     render.say(f"trained a {tokenizer_type} tokenizer of {trained.vocab_size} tokens in {seconds}")
     render.result(str(out))
 

@@ -206,6 +206,9 @@ def _conversations(entry: dict[str, Any]) -> str:
     """How the conversations of a fine-tuning run fit its rows, and what would help."""
     row = f"a row of {entry['max_seq_length']} tokens"
     text = f"{entry['conversations']:,} conversations"
+    tokens, learned = (entry.get(name) or 0 for name in ("tokens", "learned_tokens"))
+    if number(tokens) > 0 and number(learned) >= 0:
+        text += f" of {tokens:,} tokens, {learned:,} learned ({learned / tokens:.0%}) and {tokens - learned:,} masked"
     if not entry["split"] and not entry["cut"]:
         return f"{text}, each whole in {row}"
     text += f": {entry['split'] + entry['cut']:,} are longer than {row}"

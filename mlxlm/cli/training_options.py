@@ -13,13 +13,14 @@ from mlxlm.cli.options import PATH, add_options, field_option, given_values, opt
 from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
 from mlxlm.config.quantization import BITS, Format
-from mlxlm.data.manifest import Manifest, is_prepared
+from mlxlm.data.manifest import Manifest, SkipReason, is_prepared
 from mlxlm.data.options import DataOptions
 from mlxlm.families import load_config, load_preset
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
 
 DISTILLATION = ("teacher", "kd_ratio", "kd_temperature", "teacher_top_k")
 _MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
+_SHOWN_REASONS = 5  # kinds of bad input, the most frequent
 # The options of a run that the command line has, by name; `steps` is among the options of each command's length.
 SETTINGS = {name: field for name, field in options_of(TrainSettings).items() if declaration(field).section}
 FLAGS = {name: "--" + name.replace("_", "-") for name in SETTINGS if name != "steps"}
@@ -129,9 +130,21 @@ def given_tokenizer(options: Mapping[str, Any]) -> TokenizerOptions:
     return TokenizerOptions(**given_values({name: options[name] for name in options_of(TokenizerOptions)}))
 
 
-def print_skipped(skipped: int | Path) -> None:
-    """Report how many bad lines of the input were skipped, if any: a number, or the folder of prepared data."""
-    count = skipped if isinstance(skipped, int) else Manifest.read(skipped).skipped
-    if count:
+def print_read(data: Manifest | Path) -> None:
+    """Report the formats of the records that were read, and what was skipped: of a manifest, or the one in a folder."""
+    manifest = data if isinstance(data, Manifest) else Manifest.read(data)
+    formats = manifest.formats or []
+    if any(format.name != "text" for format in formats):
+        counts = (f"{f.name} ({f.documents:,} record{'s' * (f.documents != 1)})" for f in formats)
+        render.say(f"record format: {', '.join(counts)}")
+    print_skipped(manifest.skip_reasons or [])
+
+
+def print_skipped(reasons: Iterable[SkipReason]) -> None:
+    """Report how many bad lines of the input were skipped, if any, and why."""
+    ordered = sorted(reasons, key=lambda reason: -reason.count)
+    if count := sum(reason.count for reason in ordered):
         lines = "line or row" if count == 1 else "lines or rows"
-        render.say(f"skipped {count:,} bad {lines} of the input", style="yellow")
+        render.say(f"skipped {count:,} bad {lines} of the input:", style="yellow")
+    for reason in ordered[:_SHOWN_REASONS]:
+        render.say(f"  {reason.count:,} like this: {reason.example}", style="yellow")

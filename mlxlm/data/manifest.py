@@ -124,6 +124,27 @@ class DedupStats:
 
 
 @dataclass
+class SkipReason:
+    """Why lines and rows were left out.
+
+    Attributes:
+        example: The first error of its kind.
+        count: Number of lines and rows.
+    """
+
+    example: str
+    count: int = 0
+
+
+@dataclass
+class FormatCount:
+    """Number of documents that were read in one of the formats of `mlxlm.data.record_formats`."""
+
+    name: str
+    documents: int
+
+
+@dataclass
 class Manifest:
     """Contents of a prepared dataset.
 
@@ -140,6 +161,8 @@ class Manifest:
         validation: The validation split.
         dedup: Duplicates left out; None without deduplication.
         skipped: Lines and rows left out as bad input, see `BadInput`.
+        skip_reasons: Why they were left out; None if an earlier version wrote this.
+        formats: Formats of the documents, the most frequent first; None if an earlier version wrote this.
         version: Of the format.
     """
 
@@ -153,6 +176,8 @@ class Manifest:
     validation: SplitInfo
     dedup: DedupStats | None = None
     skipped: int = 0
+    skip_reasons: list[SkipReason] | None = None
+    formats: list[FormatCount] | None = None
     version: int = VERSION
 
     @property

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.manifest import MANIFEST_FILE, Manifest, TrainPart
+from mlxlm.data.manifest import MANIFEST_FILE, FormatCount, Manifest, TrainPart
 from mlxlm.data.options import DataOptions, source_name
 from mlxlm.data.shards import ShardWriter
 from mlxlm.data.sources import read_documents, spool_streams
@@ -94,21 +94,21 @@ def training_texts(
     """
     fraction = 0 if data.validation else data.validation_fraction
     for _, _, paths in _parts(data):
-        split = ValidationSplit(_read(data, paths, BadInput(data.on_bad_input)), fraction, seed)
-        for is_held_out, document in split(_read(data, paths, BadInput(data.on_bad_input), progress)):
+        split = ValidationSplit(read_sources(data, paths, BadInput(data.on_bad_input)), fraction, seed)
+        for is_held_out, document in split(read_sources(data, paths, BadInput(data.on_bad_input), progress)):
             for piece in itertools.chain(document.pieces, document.contents):
                 if is_held_out == held_out:
                     yield piece
 
 
-def _read(
+def read_sources(
     data: DataOptions,
     paths: Sequence[str | Path],
     on_bad: OnBad,
     progress: Advance | None = None,
     check: Callable[[Document], None] = check_conversation,
 ) -> Generator[Document, None, None]:
-    """Yield documents as `read_documents` does. Those for which `check` raises a DataError are bad input."""
+    """Yield the documents of `paths`, read as `data` says. Those for which `check` raises a DataError are bad input."""
     for document in read_documents(
         paths, stdin=data.stdin, advance=progress, text_column=data.text_column, on_bad=on_bad, fraction=data.fraction
     ):
@@ -145,6 +145,7 @@ class _Builder:
         self._duplicate_filter = None if self.data.dedup is None else DuplicateFilter(self.data.dedup)
         self._dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._num_conversations = 0
+        self._formats: Counter[str] = Counter()
         self._parts: list[TrainPart] = []
         self._split_kinds: set[str] = set()
         self.validation = self._writer("validation", 0)
@@ -192,6 +193,8 @@ class _Builder:
             validation=self.validation.finish(),
             dedup=self._duplicate_filter.stats if self._duplicate_filter else None,
             skipped=self._bad_input.skipped,
+            skip_reasons=list(self._bad_input.reasons.values()),
+            formats=[FormatCount(name, count) for name, count in self._formats.most_common() if count],
         )
         write_json(self.folder / MANIFEST_FILE, manifest.to_dict())
         return manifest
@@ -237,6 +240,7 @@ class _Builder:
                 chunks = list(encode(document))
             except DataError as error:
                 self._num_conversations -= document.messages is not None
+                self._formats[document.format] -= 1
                 self._bad_input(error)
             else:
                 yield chunks
@@ -246,9 +250,10 @@ class _Builder:
         document, dedup = None, self._duplicate_filter
         previously_read = dedup.stats.documents if dedup else 0
         check = check_conversation if self.encode is None else lambda _document: None  # `encode` checks them itself
-        documents = _read(self.data, paths, self._bad_input, self.progress, check)
+        documents = read_sources(self.data, paths, self._bad_input, self.progress, check)
         for document in dedup(documents) if dedup else documents:
             self._num_conversations += document.messages is not None
+            self._formats[document.format] += 1
             yield document
         if document is None and dedup and dedup.stats.documents > previously_read:
             raise DataError("all documents of a source repeat earlier ones", "preparing without it, or without dedup")
@@ -259,7 +264,7 @@ class _Builder:
 
     def _preview(self, paths: Sequence[str | Path]) -> Generator[Document, None, None]:
         """What `_documents` will yield, without counting."""
-        documents = _read(self.data, paths, copy.copy(self._bad_input))
+        documents = read_sources(self.data, paths, copy.deepcopy(self._bad_input))
         return documents if self._duplicate_filter is None else copy.deepcopy(self._duplicate_filter)(documents)
 
 

@@ -1,4 +1,4 @@
-"""Reads text from files, folders, JSON lines, tables and stdin, compressed or not, in bounded memory."""
+"""Reads text from files, folders, JSON, tables, stdin and the hub, compressed or not, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import shutil
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
 
 import zstandard
 
+from mlxlm.data.hub_files import HubFile, hub_files, is_hub_path
 from mlxlm.data.rows import TABLE_SUFFIXES, csv_rows, json_rows, table_rows
 from mlxlm.data.text import READ_BYTES, Advance, Document, OnBad, Row, raise_error, reading, text_rows
 from mlxlm.utils.errors import DataError, os_errors_as
@@ -24,6 +25,7 @@ STDIN = "-"
 COMPRESSED = (".gz", ".zst")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSIBLE = (".txt", ".md", ".jsonl", *_DELIMITERS)
+_HUB_SUFFIXES = (".jsonl", ".json", *_DELIMITERS, ".txt", *TABLE_SUFFIXES, *COMPRESSED)
 FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLE_SUFFIXES)  # files that are read from a folder
 
 
@@ -42,27 +44,27 @@ def read_documents(
         paths: Each is one of:
 
             - a text file: one document;
-            - a .jsonl or .json file: one document per line, or per element of an array, {"text": ...}, {"messages":
-              [{"role", "content"}, ...]}, {"prompt", "completion"} or {"instruction", "input", "output"}; of the last
-              two a conversation is made;
-            - a .csv or .tsv file with a header: one document per row, from the column "text" or those above;
+            - a .jsonl or .json file: one document per line, or per element of an array, in any of the formats of
+              `mlxlm.data.record_formats`;
+            - a .csv or .tsv file with a header: one document per row, whose columns are the fields of a format;
             - any of these compressed, as .gz or .zst;
             - a .parquet or .arrow file: the same;
             - a folder: its files of these kinds, recursively and sorted, without hidden and empty ones; of a dataset
               that Hugging Face's `save_to_disk` wrote, the data files;
+            - `hf://datasets/OWNER/NAME`, a dataset on the Hugging Face hub, or files of it: see `hub_files`;
             - "-": `stdin`, one text.
 
             Rows without text are left out. A byte order mark is removed; nothing else is changed.
         stdin: The stream for "-".
-        advance: Called with the number of bytes read from disk, before decompression.
-        text_column: Column (in JSON lines, key) that holds the text or the messages.
+        advance: Called with the number of bytes read from disk or the hub, before decompression.
+        text_column: Column (in JSON lines, key) that holds the text or the messages, whatever the format is.
         on_bad: Called with the error of each line or row that can't be used, which is then left out; raises it by
             default. See `BadInput`.
         fraction: Share of the bytes to read: the beginning of each large file, and some of many small ones.
 
     Raises:
-        DataError: A path is missing, empty, unreadable, damaged or not UTF-8, a row is not as above, or `text_column`
-            is given for a plain text; the message names the file and the line, row or byte.
+        DataError: A path is missing, empty, unreadable, damaged or not UTF-8, a row has no known format, or
+            `text_column` is given for a plain text; the message names the file and the line, row or byte.
     """
     allowance, over = 0.0, False  # bytes that may be read; whether the last read was beyond them
 
@@ -84,8 +86,7 @@ def read_documents(
         if path is None or fraction >= 1:
             yield from documents
             continue
-        with os_errors_as(DataError, "read", path):
-            allowance += fraction * path.stat().st_size
+        allowance += fraction * _size(path)
         over = allowance <= 0
         with closing(documents):
             while not over and (document := next(documents, None)) is not None:
@@ -93,37 +94,45 @@ def read_documents(
 
 
 def _documents(
-    source: Path | IO[bytes] | None, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
+    source: Path | HubFile | IO[bytes] | None, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
 ) -> Generator[Document, None, None]:
     """Yield the documents of a file or of stdin. An empty one is an error if it is `explicit`. See `read_documents`."""
     if source is None:
         raise DataError("there is no stdin to read", "a file")
-    name = str(source) if isinstance(source, Path) else "stdin"
+    name = str(source) if isinstance(source, Path | HubFile) else "stdin"
     row = None
-    for row in _rows(source, name, advance, text_column, explicit, on_bad):
-        try:
-            document = row()
-        except DataError as error:
-            on_bad(error)
-        else:
-            if document is not None:
-                yield document
+    with source.errors() if isinstance(source, HubFile) else nullcontext():
+        for row in _rows(source, name, advance, text_column, explicit, on_bad):
+            try:
+                document = row()
+            except DataError as error:
+                on_bad(error)
+            else:
+                if document is not None:
+                    yield document
     if row is None and explicit:
         raise DataError(f"{name} is empty", "a file with some text")
 
 
 def _rows(
-    source: Path | IO[bytes], name: str, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
+    source: Path | HubFile | IO[bytes],
+    name: str,
+    advance: Advance,
+    text_column: str | None,
+    explicit: bool,
+    on_bad: OnBad,
 ) -> Iterator[Row]:
-    suffix = _plain_suffix(source) if isinstance(source, Path) else ""
-    if isinstance(source, Path) and suffix in TABLE_SUFFIXES:
-        yield from table_rows(source, advance, text_column)
-        return
+    file = source if isinstance(source, Path | HubFile) else None
+    suffix = "" if file is None else _plain_suffix(name)
     with reading(name), ExitStack() as stack:
+        if file is not None and suffix in TABLE_SUFFIXES:
+            table = file if isinstance(file, Path) else stack.enter_context(file.open(False))
+            yield from table_rows(table, name, _size(file), advance, text_column)
+            return
         stream: Any = source
-        if isinstance(source, Path):
-            raw = stack.enter_context(open(source, "rb", buffering=0))
-            stream = _decompressed(io.BufferedReader(_CountingReader(raw, advance), READ_BYTES), source)
+        if file is not None:
+            raw = stack.enter_context(file.open(True) if isinstance(file, HubFile) else file.open("rb", buffering=0))
+            stream = _decompressed(io.BufferedReader(_CountingReader(raw, advance), READ_BYTES), name)
         if suffix in (".jsonl", ".json"):
             yield from json_rows(stream, name, text_column)
         elif suffix in _DELIMITERS:
@@ -165,17 +174,23 @@ def spool_streams(
 
 
 def total_bytes(paths: Sequence[str | Path]) -> int | None:
-    """Bytes on disk that `read_documents(paths)` reads; None if stdin is among them."""
+    """Bytes on disk, or on the hub, that `read_documents(paths)` reads; None if stdin is among them."""
     total = 0
     for path, _ in _files(paths):
         if path is None:
             return None
-        with os_errors_as(DataError, "read", path):
-            total += path.stat().st_size
+        total += _size(path)
     return total
 
 
-def _files(paths: Sequence[str | Path]) -> Iterator[tuple[Path | None, bool]]:
+def _size(file: Path | HubFile) -> int:
+    if isinstance(file, HubFile):
+        return file.size
+    with os_errors_as(DataError, "read", file):
+        return file.stat().st_size
+
+
+def _files(paths: Sequence[str | Path]) -> Iterator[tuple[Path | HubFile | None, bool]]:
     """Files of `paths` in order, None for stdin, each with whether it must have text.
 
     A file must if the user or a saved dataset names it.
@@ -183,6 +198,8 @@ def _files(paths: Sequence[str | Path]) -> Iterator[tuple[Path | None, bool]]:
     for path in paths:
         if str(path) == STDIN:
             yield None, True
+        elif is_hub_path(path):
+            yield from ((file, True) for file in hub_files(str(path), _HUB_SUFFIXES))
         elif (path := Path(path)).is_dir():
             file = None
             for file, explicit in _folder(path):
@@ -207,16 +224,17 @@ def _folder(path: Path) -> Iterator[tuple[Path, bool]]:
         for name in sorted(names):
             file = Path(folder, name)
             # Opening a pipe would block; a broken link is an error when it is read.
-            if not name.startswith(".") and _plain_suffix(file) in FOLDER_SUFFIXES and not file.is_fifo():
+            if not name.startswith(".") and _plain_suffix(name) in FOLDER_SUFFIXES and not file.is_fifo():
                 yield file, False
 
 
-def _plain_suffix(path: Path) -> str:
+def _plain_suffix(name: str) -> str:
     """The suffix without compression: ".jsonl" for x.jsonl.gz. Tables are compressed internally."""
+    path = PurePath(name)
     suffix = path.suffix.lower()
     if suffix not in COMPRESSED:
         return suffix
-    inner = Path(path.stem).suffix.lower()
+    inner = PurePath(path.stem).suffix.lower()
     return inner if inner not in TABLE_SUFFIXES else suffix
 
 
@@ -236,8 +254,8 @@ class _CountingReader(io.RawIOBase):
         return n
 
 
-def _decompressed(stream: BinaryIO, path: Path) -> BinaryIO:
-    suffix = path.suffix.lower()
+def _decompressed(stream: BinaryIO, name: str) -> BinaryIO:
+    suffix = PurePath(name).suffix.lower()
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=stream), READ_BYTES)
     if suffix == ".zst":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +14,14 @@ from typing import IO, Any
 
 import zstandard
 
+from mlxlm.data.manifest import SkipReason
 from mlxlm.data.options import BAD_INPUT_POLICIES
 from mlxlm.utils.errors import DataError, os_errors_as
 
 OnBad = Callable[[DataError], None]
+
+
+_MAX_REASONS = 20  # kinds of errors that are counted separately
 
 
 class BadInput:
@@ -28,7 +33,7 @@ class BadInput:
         policy: "stop" raises an error that names the line or row; "skip" leaves it out.
 
     Attributes:
-        skipped: Number of lines and rows left out.
+        reasons: What was left out, by the kind of error.
 
     Raises:
         DataError: There is no such policy.
@@ -38,14 +43,22 @@ class BadInput:
         if policy not in BAD_INPUT_POLICIES:
             raise DataError(f"on_bad_input is '{policy}'", " or ".join(BAD_INPUT_POLICIES))
         self._stop = policy == "stop"
-        self.skipped = 0
+        self.reasons: dict[str, SkipReason] = {}
+
+    @property
+    def skipped(self) -> int:
+        """Number of lines and rows left out."""
+        return sum(reason.count for reason in self.reasons.values())
 
     def __call__(self, error: DataError) -> None:
         """Skip the input that caused `error`, or raise the error with a hint at `on_bad_input`."""
         if self._stop:
             skip = "`on_bad_input=skip`"
             raise DataError(error.message, f"{error.hint}, or {skip}" if error.hint else skip) from error
-        self.skipped += 1
+        kind = re.sub(r"\d+", "0", re.sub(r"^.*?(line|row) \d+", "", error.message))
+        if kind not in self.reasons and len(self.reasons) >= _MAX_REASONS:
+            kind = "other"
+        self.reasons.setdefault(kind, SkipReason(error.message)).count += 1
 
 
 def raise_error(error: DataError) -> None:
@@ -70,6 +83,7 @@ class Document:
         messages: Of a conversation, in the fields of OpenAI's fine-tuning format; each has a "role", a "content" (text,
             also if it was null) and a "weight" (1, or 0 if the message is not to be learned). None for a text.
         tools: Of a conversation, the functions that the assistant can call, in OpenAI's form.
+        format: Name of the record's format, see `mlxlm.data.record_formats`; "text" for a file of text.
         rejected: Of a preference, the conversation with the rejected answer; `messages` has the chosen one.
         label: Whether the answer is desirable, if that is known.
         add_bos: False if the document was cut at its start.
@@ -82,6 +96,7 @@ class Document:
     add_bos: bool = True
     add_eos: bool = True
     tools: list[Any] | None = None
+    format: str = "text"
     rejected: list[dict[str, Any]] | None = None
     label: bool | None = None
 
@@ -113,12 +128,12 @@ def reading(name: str) -> Iterator[None]:
 
 def text_rows(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[Row]:
     """Yield the text of a stream as one row; none if it is empty."""
-    pieces = split_pieces(_decoded(stream, name, advance, on_bad))
+    pieces = split_pieces(decoded_text(stream, name, advance, on_bad))
     if (first := next(pieces, None)) is not None:
         yield lambda: Document(name, itertools.chain((first,), pieces))
 
 
-def _decoded(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[str]:
+def decoded_text(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[str]:
     """Yield the stream's text in chunks of lines. Lines that are not UTF-8 go to `on_bad` and are left out.
 
     Of a line longer than `READ_BYTES`, only the part that was read together with the bad byte is left out.

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "developer")
 BATCH_CHARS = 1 << 18  # characters tokenized at a time: about 50 ms on two cores, and 15 MB of encodings
 
 
@@ -103,7 +103,8 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
         check_conversation(document)
         for message in document.messages:
             end = _control_id(tokenizer, "end", document.location)
-            role_id = _control_id(tokenizer, message["role"], document.location)
+            role = "system" if message["role"] == "developer" else message["role"]
+            role_id = _control_id(tokenizer, role, document.location)
             is_learned = message["role"] == "assistant" and message["weight"] == 1
             yield _Part([role_id], message["content"], [end], loss_mask=is_learned)
     if document.add_eos:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Validation,
     )
     from mlxlm.train.extend import extend_run, start_decay_branch
-    from mlxlm.train.finetune import start_finetune
+    from mlxlm.train.finetune import first_rows, start_finetune
     from mlxlm.train.grpo import RewardError, RewardFunction
     from mlxlm.train.loop import train
     from mlxlm.train.run import Run, repeat_run
@@ -63,6 +63,7 @@ __all__ = [
     "Validation",
     "check_trackers",
     "extend_run",
+    "first_rows",
     "join_process_group",
     "open_base_model",
     "probe",

@@ -84,6 +84,8 @@ class Conversations(Event):
         pieces: Number of documents made of them; a conversation that is longer than a row becomes several.
         split: Conversations that were split between turns only.
         cut: Conversations that have a question with an answer which is longer than a row, and continues in the next.
+        tokens: Tokens of the documents.
+        learned_tokens: Those that the loss is computed on; the loss mask has 0 for the others.
         max_seq_length: Tokens of a row.
         suggested_seq_length: A length with which fewer are cut, if the model's context allows one.
     """
@@ -92,6 +94,8 @@ class Conversations(Event):
     pieces: int
     split: int
     cut: int
+    tokens: int
+    learned_tokens: int
     max_seq_length: int
     suggested_seq_length: int | None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ import numpy as np
 
 from mlxlm.checkpoint import Checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.data import Chunk, DataOptions, Document
+from mlxlm.data import BadInput, Chunk, DataOptions, Document
+from mlxlm.data.preparation import read_sources
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.base_model import LR_FRACTION, create_from_base, load_base, set_base_defaults
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
@@ -33,7 +35,7 @@ from mlxlm.train.start import (
     no_phase,
     prepare_shards,
 )
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError, DataError
 from mlxlm.utils.files import check_not_exists, working_folder
 
 DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
@@ -72,20 +74,27 @@ class RowEncoder:
         pieces: Number of documents made of them.
         split: Conversations that became several documents between turns only.
         cut: Conversations that have a question with an answer which is longer than a row.
+        tokens: Tokens of the documents.
+        learned_tokens: Those that are learned.
         needed_length: The sequence length that the longest question with its answer needs.
     """
 
     def __init__(self, encoder: ConversationEncoder, length: int):
         self._encoder, self._room = encoder, length + 1
         self.conversations = self.pieces = self.split = self.cut = self.needed_length = 0
+        self.tokens = self.learned_tokens = 0
 
     def __call__(self, document: Document) -> list[Chunk]:
         """Return the documents of a conversation."""
+        if document.label is False:
+            raise DataError(f"{document.location} has an answer with the label false", "`loss=kto`, to avoid it")
         exchanges = list(self._encoder(document, self._room))
         pieces = [piece for chunk in exchanges for piece in _windows(chunk, self._room)]
         needed = max(int(np.flatnonzero(_loss_mask(chunk))[-1]) for chunk in exchanges)
         self.conversations += 1
         self.pieces += len(pieces)
+        self.tokens += sum(len(piece.ids) for piece in pieces)
+        self.learned_tokens += sum(int(_loss_mask(piece).sum()) for piece in pieces)
         self.needed_length = max(self.needed_length, needed)
         if needed >= self._room:
             self.cut += 1
@@ -97,7 +106,7 @@ class RowEncoder:
         """Return the event for the log, which suggests a sequence length of at most `context_length`."""
         suggested = min(64 * -(-self.needed_length // 64), context_length)
         helps = self.needed_length >= self._room and suggested >= self._room
-        counts = self.conversations, self.pieces, self.split, self.cut
+        counts = self.conversations, self.pieces, self.split, self.cut, self.tokens, self.learned_tokens
         return Conversations(*counts, self._room - 1, suggested if helps else None)
 
 
@@ -166,17 +175,12 @@ def start_finetune(
     draft = set_base_defaults(values, config, _lr_fraction(loss, config))
     check_teacher(values, tokenizer, config.vocab_size)
     check_memory(config, replace(draft, batch_size=draft.batch_size * (2 if draft.has_pairs else 1)), preset="")
-
-    def row_encoder() -> RowEncoder | PreferenceEncoder:
-        length = draft.max_seq_length
-        return PreferenceEncoder(encoder, loss, length) if draft.has_pairs else RowEncoder(encoder, length)
-
     with working_folder(out) as workspace:
-        rows, limited = row_encoder(), None
+        rows, limited = _row_encoder(encoder, draft), None
         if budget.minutes is not None:
 
             def prepare_sample(sample: DataOptions, folder: Path) -> None:
-                prepare_shards(sample, tokenizer, folder, draft.seed, encode=row_encoder())
+                prepare_shards(sample, tokenizer, folder, draft.seed, encode=_row_encoder(encoder, draft))
 
             data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
         shards = prepare_shards(data, tokenizer, workspace / "data", draft.seed, phase, rows)
@@ -194,6 +198,36 @@ def start_finetune(
         tokenizer.chat_template = encoder.chat_template
         event = rows.event(config.max_position_embeddings)
         return create_from_base(out, base, config, final_settings, tokenizer, shards, True, event, limited, forecast)
+
+
+def first_rows(
+    base: Checkpoint,
+    encoder: ConversationEncoder,
+    data: DataOptions,
+    count: int,
+    settings: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[Document, Chunk]]:
+    """Yield the first `count` documents that `start_finetune` packs into rows, each with what it was read from.
+
+    Only as much of the data is read as they need. For the arguments and errors see `start_finetune`.
+    """
+    encode = _row_encoder(encoder, set_base_defaults({**(settings or {})}, base.config))
+    on_bad = BadInput(data.on_bad_input)
+    documents = read_sources(data, data.sources, on_bad, check=lambda _document: None)
+    return itertools.islice(((d, piece) for d in documents for piece in _encoded(encode, d, on_bad)), count)
+
+
+def _row_encoder(encoder: ConversationEncoder, settings: TrainSettings) -> RowEncoder | PreferenceEncoder:
+    length = settings.max_seq_length
+    return PreferenceEncoder(encoder, settings.loss, length) if settings.has_pairs else RowEncoder(encoder, length)
+
+
+def _encoded(encode: RowEncoder | PreferenceEncoder, document: Document, on_bad: BadInput) -> list[Chunk]:
+    try:
+        return encode(document)
+    except DataError as error:
+        on_bad(error)
+        return []
 
 
 def _config_to_tune(config: ModelConfig, encoder: ConversationEncoder) -> ModelConfig:

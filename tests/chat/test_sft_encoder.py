@@ -1,5 +1,6 @@
 """Ids and loss masks of conversations, against examples written by hand and against the prompts of a chat."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.chat.chat_template import CHAT_FORMATS, ChatTemplate
 from mlxlm.chat.messages import Message
 from mlxlm.chat.sft_encoder import SFTEncoder
-from mlxlm.data import Document
+from mlxlm.data import Document, read_documents
 from mlxlm.data.tokenize import tokenize
 from mlxlm.utils.errors import DataError, TokenizerError
 from tests.chat.test_chat_template import with_tokens
@@ -86,6 +87,75 @@ def test_a_tokenizer_trained_here_needs_no_template(tokens):
         sft_encoder.eos_token_ids == {tokens.special_tokens["<|end|>"]}
         and "<|{{ message.role }}|>" in sft_encoder.chat_template
     )
+
+
+MARKED = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% for call in m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_records_of_all_formats_are_learned_as_by_transformers(tokens, tmp_path):
+    """The ids and the assistant mask of `apply_chat_template`, on what each format stands for."""
+    transformers = pytest.importorskip("transformers")
+    tokens.chat_template = MARKED
+    tokens.save(tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    arguments = {"city": "Köln", "days": 2}
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    calling = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "yes"},
+        {"role": "assistant", "content": "It rains."},
+    ]
+    plain = [
+        {"role": r, "content": c} for r, c in (("system", "Be brief."), ("user", "a?\n\nb"), ("assistant", " 世!"))
+    ]
+    turns = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"]), "value": m["content"]} for m in plain[1:]]
+    as_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in plain]
+    as_json = [{**m, "tool_calls": [{**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}]}
+               if "tool_calls" in m else m for m in calling]  # fmt: skip
+    from_calls = [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": json.dumps(call["function"])},
+        {"from": "observation", "value": "yes"},
+        {"from": "gpt", "value": "It rains."},
+    ]
+    records = [
+        ({"messages": plain}, plain, None),
+        ({"messages": as_parts}, plain, None),
+        ({"messages": [{**plain[0], "role": "developer"}, *plain[1:]]}, plain, None),
+        ({"conversations": turns, "system": "Be brief."}, plain, None),
+        ({"prompt": plain[:2], "completion": plain[2:]}, plain, None),
+        ({"prompt": plain[1]["content"], "completion": plain[2]["content"]}, plain[1:], None),
+        ({"instruction": "a?", "input": "b", "output": " 世!"}, plain[1:], None),
+        ({"messages": as_json, "tools": TOOLS}, calling, TOOLS),
+        ({"conversations": from_calls, "tools": json.dumps(TOOLS)}, calling, TOOLS),
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record, _, _ in records))
+    encoder = SFTEncoder(tokens, frozenset())
+    documents = list(read_documents([tmp_path / "rows.jsonl"]))
+    for document, (_, messages, tools) in zip(documents, records, strict=True):
+        expected = oracle.apply_chat_template(
+            messages, tools, return_dict=True, return_assistant_tokens_mask=True, add_special_tokens=False
+        )
+        [chunk] = encoder(document, 5000)
+        assert chunk.ids.tolist() == expected["input_ids"]
+        assert chunk.loss_mask.tolist() == expected["assistant_masks"]
+    assert len(documents) == len(records) and not encoder.has_tools_as_text
+
+
+def test_tools_without_a_format_are_noticed(tokens):
+    encoder = with_template(tokens, MARKED.replace("tools", "absent"))
+    list(encoder(document(TALK), 500))
+    assert not encoder.has_tools_as_text
+    list(encoder(document([TALK[1], Message("tool", "rain"), TALK[2]]), 500))
+    assert encoder.has_tools_as_text
 
 
 def test_a_space_before_an_answer_is_trained_on(tokens):

@@ -19,6 +19,7 @@ class FakeHub:
         self.files, self.stall_after = files, stall_after
         self.etags: dict[str, str] = {}  # where they aren't the SHA-256 of the content
         self.ranges: list[str] = []
+        self.sent = 0  # bytes of files
         self.created: list[dict] = []  # requests for new repositories
         self.stalled, self._closed = threading.Event(), threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -64,24 +65,40 @@ class FakeHub:
                     self.send_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
 
             def answer(self, with_body):
-                name = re.fullmatch(r"/[^/]+/[^/]+/resolve/[^/]+/(.+)", self.path)
+                name = re.fullmatch(r"(?:/datasets)?/[^/]+/[^/]+/resolve/[^/]+/(.+)", self.path)
                 if name is not None:
                     self.send_file(name[1], with_body)
-                elif "/tree/" in self.path:
-                    self.send_json(
-                        [{"type": "file", "path": n, "size": len(c), "oid": sha1(c)} for n, c in hub.files.items()]
-                    )
-                elif self.path.startswith("/api/models/"):
+                elif tree := re.match(r"/api/\w+/owner/name/tree/[^/?]+/?([^?]*)(.*)", self.path):
+                    self.send_tree(*tree.groups())
+                elif re.match("/api/datasets/(?!owner/name)", self.path):
+                    gated = "/gated" in self.path
+                    headers = {"X-Error-Code": "GatedRepo" if gated else "RepoNotFound"}
+                    self.send_json({}, 403 if gated else 404, headers)
+                elif self.path.startswith(("/api/models/", "/api/datasets/")):
                     ids = dict.fromkeys(("id", "modelId"), "owner/name")
                     siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
                     self.send_json({**ids, "sha": hub.commit(self.path), "siblings": siblings})
                 else:
                     self.send_json({})
 
-            def send_json(self, value, status=200):
+            def send_tree(self, folder, query):
+                names = [n for n in hub.files if n.startswith(folder and folder + "/")]
+                folders = {n[:at] for n in names for at in range(len(folder) + 1, len(n)) if n[at] == "/"}
+                entries = [{"type": "directory", "path": n, "size": 0, "oid": sha1(b"")} for n in folders]
+                for name in names:
+                    content = hub.files[name]
+                    entries.append({"type": "file", "path": name, "size": len(content), "oid": sha1(content)})
+                if "recursive=true" not in query.lower():
+                    entries = [e for e in entries if "/" not in e["path"].removeprefix(folder + "/" if folder else "")]
+                missing = {"X-Error-Code": "EntryNotFound"}
+                self.send_json(entries) if names else self.send_json({}, 404, missing)
+
+            def send_json(self, value, status=200, headers=()):
                 body = json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                for header in dict(headers).items():
+                    self.send_header(*header)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 if self.command != "HEAD":
@@ -93,21 +110,23 @@ class FakeHub:
                     self.send_header("X-Error-Code", "EntryNotFound")
                     self.end_headers()
                     return
-                start = 0
+                start, stop = 0, len(content)
                 if range := self.headers.get("Range"):
                     hub.ranges.append(range)
-                    start = int(re.match(r"bytes=(\d+)-", range)[1])
-                self.send_response(206 if start else 200)
+                    first, last = re.match(r"bytes=(\d+)-(\d*)", range).groups()
+                    start, stop = int(first), min(int(last or stop) + 1, stop)
+                self.send_response(206 if range else 200)
                 self.send_header("ETag", f'"{hub.etags.get(name) or hashlib.sha256(content).hexdigest()}"')
                 self.send_header("X-Repo-Commit", hub.commit(self.path))
-                self.send_header("Content-Length", str(len(content) - start))
-                if start:
-                    self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+                self.send_header("Content-Length", str(stop - start))
+                if range:
+                    self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
                 self.end_headers()
                 if not with_body:
                     return
                 if hub.stall_after is None or len(content) <= hub.stall_after:
-                    self.wfile.write(content[start:])
+                    hub.sent += stop - start
+                    self.wfile.write(content[start:stop])
                     return
                 self.wfile.write(content[start : hub.stall_after])
                 self.wfile.flush()

@@ -163,8 +163,9 @@ def test_bad_input_stops_or_is_skipped(byte_level, text, tmp_path):
         assert b"a.txt is not UTF-8 text: 0xFF at byte" in done.stderr and b", in line 5 (try: " in done.stderr
         assert b"--on-bad-input skip" in done.stderr
         done = run_command(*command, "--out", tmp_path / f"out {number}", "--on-bad-input", "skip")
-        assert done.returncode == 0 and b"skipped 1 bad line or row of the input\n" in done.stderr
-    assert TokenDataset.open(tmp_path / "out 0", "train").manifest.skipped == 1
+        assert done.returncode == 0 and b"skipped 1 bad line or row of the input:\n  1 like this" in done.stderr
+    manifest = TokenDataset.open(tmp_path / "out 0", "train").manifest
+    assert manifest.skipped == 1 and [reason.count for reason in manifest.skip_reasons] == [1]
 
 
 @pytest.mark.parametrize("options, message", [

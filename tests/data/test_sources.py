@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import BadInput, read_documents, read_texts, total_bytes
+from mlxlm.data.rows import _array_elements
 from mlxlm.data.text import PIECE_CHARS, READ_BYTES
 from mlxlm.utils.errors import DataError
 
@@ -65,21 +66,77 @@ def _messages(*contents):
     return [{"role": role, "content": text, "weight": 1} for role, text in zip(roles, contents, strict=True)]
 
 
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CALL, TOOL = {"name": "f", "arguments": {"x": 1}}, {"type": "function", "function": {"name": "f"}}
+CALL_TURNS = [{"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "3"}]
+CALLING = {"role": "assistant", "content": "", "weight": 1, "tool_calls": [{"type": "function", "function": CALL}]}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+RESULT = {"role": "tool", "content": "3", "weight": 1}
+
+
+def _context(*messages):
+    return [message | {"weight": 0} for message in messages]
+
+
 @pytest.mark.parametrize(
-    ("row", "messages"),
+    ("format", "row", "messages"),
     [
-        ({"prompt": "a", "completion": "b", "id": 1}, _messages("a", "b")),
-        ({"prompt": _messages("a", "b")[:1], "completion": _messages("a", "b")[1:]}, _messages("a", "b")),
-        ({"instruction": "a", "input": "c", "output": "b"}, _messages("a\n\nc", "b")),
-        ({"instruction": "a", "input": "", "output": "b", "system": "s"}, _messages("s", "a", "b")),
-        ({"messages": _messages("x", "y"), "prompt": "a", "completion": "b"}, _messages("x", "y")),
+        ("prompt and completion", {"prompt": "a", "completion": "b", "id": 1}, _messages("a", "b")),
+        (
+            "prompt and completion",  # answers in a prompt are context
+            {"prompt": _messages("a", "b", "c")[1:], "completion": [{"role": "assistant", "content": "b"}]},
+            [*_context(*_messages("a", "b", "c")[1:]), *_messages("a", "b")[1:]],
+        ),
+        ("Alpaca", {"instruction": "a", "input": "c", "output": "b", "text": "a c b"}, _messages("a\n\nc", "b")),
+        ("Alpaca", {"instruction": "a", "input": "", "output": "b", "system": "s"}, _messages("s", "a", "b")),
+        ("Dolly", {"instruction": "a", "context": "c", "response": "b"}, _messages("a\n\nc", "b")),
+        ("question and answer", {"question": "a", "answer": "b"}, _messages("a", "b")),
+        ("messages", {"messages": _messages("x", "y"), "prompt": "a", "completion": "b"}, _messages("x", "y")),
+        ("conversations", {"conversations": TURNS, "system": "s"}, _messages("s", "a", "b")),
+        ("conversations", {"conversations": _messages("a", "b")}, _messages("a", "b")),
+        ("conversations", {"conversations": json.dumps(TURNS)}, _messages("a", "b")),
+        (
+            "conversations",
+            {"conversations": CALL_TURNS},
+            [CALLING, RESULT],
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "developer", "content": PARTS, "weight": 0}]},
+            [{"role": "developer", "content": "a\nb", "weight": 0}],
+        ),
     ],
 )  # fmt: skip
-def test_pairs_are_conversations_in_lines_and_arrays(tmp_path, row, messages):
+def test_formats_of_conversations_in_lines_arrays_and_tables(tmp_path, format, row, messages):
+    """A table has nulls where only other rows have a field, and tools as JSON text."""
+    row = {**row, "tools": json.dumps([TOOL])} if format not in ("Dolly", "question and answer") else row
     lines, array = f"{json.dumps(row)}\n" * 2, json.dumps([row, row], indent=1)
-    for name, content in (("a.jsonl", lines), ("a.json", lines), ("b.json", array), ("c.json", f"\n{array}\n")):
-        path = write(tmp_path / name, content.encode())
-        assert [document.messages for document in read_documents([path])] == [messages] * 2
+    files = {"a.jsonl": lines, "a.json": lines, "b.json": array, "c.json": f"\n{array}\n"}
+    paths = [write(tmp_path / name, content) for name, content in files.items()]
+    pyarrow, parquet = (pytest.importorskip(module) for module in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(pyarrow.Table.from_pylist([row, row]), tmp_path / "a.parquet")
+    for path in [*paths, tmp_path / "a.parquet"]:
+        documents = list(read_documents([path]))
+        assert [(d.messages, d.format) for d in documents] == [(messages, format)] * 2
+        assert documents[0].tools == ([TOOL] if "tools" in row else [])
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from(["text", "n"]), st.text(max_size=30), min_size=1), max_size=8),
+    indent=st.sampled_from([None, 0, 3]),
+    size=st.integers(1, 50),
+)
+@settings(max_examples=40)
+def test_elements_of_an_array_that_reads_end_within(rows, indent, size):
+    class Trickle(io.BufferedReader):
+        def read(self, n=-1):
+            return super().read(min(n, size))
+
+    content = json.dumps(rows, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    assert list(_array_elements(Trickle(io.BytesIO(content)), "a.json")) == rows
+    for damaged in (content[:-1], content + b"1", content[:-1] + b",]"):
+        with pytest.raises(DataError, match="a.json is not valid JSON|has more behind"):
+            list(_array_elements(Trickle(io.BytesIO(damaged)), "a.json"))
 
 
 def test_pairs_in_a_csv_table(tmp_path):
@@ -195,17 +252,25 @@ def _chat(**fields):
         ("a.txt.gz", gzip.compress(b"hello" * 1000, mtime=0)[:-9], "a.txt.gz is damaged"),
         ("a.txt.zst", b"hello", "a.txt.zst is damaged"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2 is not valid JSON"),
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "line 2 must have either 'text' or 'messages'"),
-        ("a.jsonl", b'{"text": "a", "messages": []}\n', "line 1 must have either"),
-        ("a.jsonl", b'["text"]\n', "row 1 must have either"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"txt": "b"}\n',
+            "line 2 has no known format; its fields are 'txt' .try: .*messages",
+        ),
+        ("a.jsonl", b'["text"]\n', "row 1 is not a JSON object .try: records with"),
         (
             "a.json",
             b'\n[{"text": "a"},\n{"txt": "b"}]',
-            "row 2 must have either 'text' or 'messages'; its fields are 'txt'",
+            "row 2 has no known format; its fields are 'txt'",
         ),
         ("a.json", b'[{"text": "a"}', "a.json is not valid JSON"),
         ("a.json", b'[{"text": "\xff"}]', "a.json is not UTF-8 text: 0xFF at byte 11"),
-        ("a.jsonl", b'{"prompt": 1, "completion": "b"}', "line 1: 'content' is not text but int"),
+        ("a.jsonl", b'{"prompt": 1, "completion": "b"}', "line 1: 'prompt' is not text but int"),
+        ("a.jsonl", b'{"prompt": "a", "completion": null}', "line 1: 'completion' is null"),
+        ("a.jsonl", _chat(content=[{"type": "image_url"}]), "part of the content is {'type': 'image_url'}, not text"),
+        ("a.jsonl", _chat(content=[{"type": "text"}]), "line 1: 'text' is not text but NoneType"),
+        ("a.jsonl", b'{"conversations": [{"from": "function_call", "value": "f"}]}', "'value' is not valid JSON"),
+        ("a.csv", b"text,text\na,b\n", "has several columns 'text'"),
         ("a.jsonl", b'{"prompt": [1], "completion": []}', "line 1: a message must have 'role' and 'content'"),
         ("a.csv", b"prompt,completion\na,\xff\n", "row 1 is not UTF-8 text"),
         ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is not text but int"),

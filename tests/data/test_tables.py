@@ -52,12 +52,6 @@ def test_a_document_for_each_row(tmp_path, name, options):
     assert (location[0], location[-1]) == (f"{path}, row 1", f"{path}, row {len(cells)}")
 
 
-def test_pairs_in_a_table_are_explained(tmp_path):
-    path = write(tmp_path / "a.parquet", {"prompt": ["a"], "completion": ["b"]})
-    with pytest.raises(DataError, match="its columns are 'prompt', 'completion' .try: the same rows as .jsonl"):
-        read(path)
-
-
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
 def test_kinds_of_text(tmp_path, kind):
     column = pa.array(TEXTS).cast(kind) if kind != pa.string_view() else pa.array(TEXTS, kind)
@@ -74,7 +68,7 @@ def test_conversations_and_other_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert read(tmp_path / "a.jsonl", text_column="story") == [("yes", None)]
     assert read(tmp_path / "a.jsonl", text_column="talk") == expected[:1]
-    with pytest.raises(DataError, match="must have 'other'; its fields are 'text', 'story', 'talk' .*`text_column"):
+    with pytest.raises(DataError, match="has no 'other'; its fields are 'text', 'story', 'talk' .*`text_column"):
         read(tmp_path / "a.jsonl", text_column="other")
 
 
@@ -119,14 +113,17 @@ def test_folders_that_are_damaged(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"txt": ["a"], "n": [1]}, {}, "either 'text' or 'messages'; its columns are 'txt', 'n' .*`text_column"),
-        ({"text": ["a"], "messages": CHAT[:1]}, {}, "must have one column either"),
-        ({"text": ["a"]}, {"text_column": "story"}, "must have one column 'story'; its columns are 'text'"),
+        ({"txt": ["a"], "n": [1]}, {}, "has no known format; its columns are 'txt', 'n' .*`text_column"),
+        ({"text": ["a"]}, {"text_column": "story"}, "has no 'story'; its columns are 'text'"),
         ({"text": [1, 2]}, {}, "row 1: 'text' is not text but int"),
         ({"text": [b"\xff"]}, {}, "row 1: 'text' is not text but bytes"),
         ({"messages": ["hi"]}, {}, "row 1: 'messages' is not a list"),
-        ({"messages": [CHAT[0], [{"role": "user", "content": None}]]}, {}, "row 2: 'content' is not text"),
-        ({"messages": CHAT[:1], "tools": ["[]"]}, {}, "column 'tools', which is only read from JSON lines"),
+        (
+            {"messages": [CHAT[0], [{"role": "user", "content": None}]]},
+            {},
+            "row 2: a message must have 'role' and 'content'",
+        ),
+        ({"messages": CHAT[:1], "tools": ["f"]}, {}, "row 1: 'tools' is not a list"),
         ({"text": pa.array([], pa.string())}, {}, "is empty"),
     ],
 )

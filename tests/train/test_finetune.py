@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from mlxlm.backend.mlx import mx
 from mlxlm.chat.session import Chat
@@ -285,14 +286,18 @@ def test_every_answer_is_learned_once_in_an_epoch(new_run, tmp_path):
     data = TokenDataset.open(run.data, "train")
     starts, stops = data.starts.bounds(np.arange(data.documents))
     assert (stops - starts).max() <= 49
+    tokens = logged(run)["tokens"]
+    assert tokens == len(data) + len(TokenDataset.open(run.data, "validation"))
+    learned = wanted + len(tokenizer.encode("b", add_special_tokens=False)) + 1
     [text] = describe(run)
     assert text == (
-        "16 conversations: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are split "
-        "inside an answer or its question, which continues in the next row; each epoch has every answer to its end "
-        "(try: --max-seq-length 128)"
+        f"16 conversations of {tokens:,} tokens, {learned:,} learned ({learned / tokens:.0%}) and "
+        f"{tokens - learned:,} masked: 12 are longer than a row of 48 tokens; 3 of them are split between turns; 9 are "
+        "split inside an answer or its question, which continues in the next row; each epoch has every answer to its "
+        "end (try: --max-seq-length 128)"
     )
     run = new_run("short", sources=[held] * 5)
-    assert describe(run) == ["5 conversations, each whole in a row of 48 tokens"]
+    assert re.fullmatch(r"5 conversations of .* masked, each whole in a row of 48 tokens", *describe(run))
 
 
 @given(loss_mask=st.lists(st.booleans(), min_size=2, max_size=200).filter(any), room=st.integers(2, 40))
@@ -330,6 +335,29 @@ def test_command_that_continues_the_run(new_run, tmp_path, capsys):
     assert f"mlxlm finetune --resume '{run.path}'" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="started from a model"):
         repeat_run(tmp_path / "copy", run)
+
+
+def test_the_command_shows_what_is_learned(base, tmp_path, monkeypatch):
+    rows = [{"question": "a\nb?", "answer": "cat"}, {"conversations": [{"from": "human", "value": "?"}]}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0], rows[0]]))
+    options = ["--show", "2", "--on-bad-input", "skip"]
+    code, out, _ = run_mlxlm("finetune", base, data, *options)
+    first, second = (f"rows.jsonl, line {n} (question and answer)" for n in (1, 3))
+    assert code == 0 and first in out and second in out and "line 4" not in out and "<|user|>·" in out
+    learned = re.findall(r"\[([^]]+)\]", out.partition(second)[0])
+    assert "".join(learned) == "cat<|end|>" and "\\n\n" in out
+    with monkeypatch.context() as patch:  # a terminal
+        patch.setattr(render, "stdout_console", lambda: Console(force_terminal=True, color_system="standard"))
+        colored = run_mlxlm("finetune", base, data, *options)[1]
+        patch.setenv("NO_COLOR", "1")
+        assert "[<|end|>]" in run_mlxlm("finetune", base, data, *options)[1]
+    assert "[<|end|>]" not in colored and re.search(r"\x1b\[30;(42|102)m<\|end\|>", colored)
+    code, _, err = run_mlxlm("finetune", base, data, "--show", "1")
+    assert code == 0 and run_mlxlm("finetune", "--resume", "run", "--show", "1")[0] == 2
+    data.write_text("{}")
+    code, _, err = run_mlxlm("finetune", base, data, "--show", "1")
+    assert code == 1 and 'line 1 has no known format; its fields are none (try: records with "chosen"' in err
 
 
 def test_the_command(tmp_path, base, talks):
