@@ -63,17 +63,21 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
 )
 @option("Text", "--stride", click.IntRange(1), _STRIDE)
 @option("Text", "--adapt", bool, _ADAPT)
-@option("Text", "--adapt-learning-rate", click.FloatRange(0), "Of --adapt, for Adam.  [default: 1e-4]")
+@option("Text", "--adapt-learning-rate", click.FloatRange(0), "Of --adapt, for Adam.  [default: 1e-4]", advanced=True)
 @data_option("text_column", "Text", default="text")
 @data_option("on_bad_input", "Text")
 @option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
 @option("Multiple choice", "--out", PATH, "New file for the answers, one JSON line per question.")
 @option("Small world", "--small-world", bool, "Ask held-out questions about the built-in corpus; see mlxlm prepare.")
-@option("Small world", "--num-questions", click.IntRange(1, 1000), "Questions of each kind.  [default: 20]")
-@option("Small world", "--temperature", click.FloatRange(0), "Sampling temperature.  [default: 0, greedy]")
+@option(
+    "Small world", "--num-questions", click.IntRange(1, 1000), "Questions of each kind.  [default: 20]", advanced=True
+)
+@option(
+    "Small world", "--temperature", click.FloatRange(0), "Sampling temperature.  [default: 0, greedy]", advanced=True
+)
 @option("Suite", "--suite", bool, _SUITE)
 @option("Suite", "--fast", bool, "A quarter of the items of the suite.")
-@option("Suite", "--seed", click.IntRange(0), "Chooses the items.  [default: 0]")
+@option("Suite", "--seed", click.IntRange(0), "Chooses the items.  [default: 0]", advanced=True)
 @option("Suite", "--plot", PATH, "New file for a picture of the results: .png, .svg or .pdf.", metavar="FILE")
 @adapter_option()
 @json_option
@@ -94,14 +98,15 @@ def evaluate(
     and the calibration and the loss by position on TEXT or a built-in text. If MODEL is a training run, it evaluates
     each checkpoint that was kept, and the run's report shows the curves.
 
+    A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
+    starts at 0.
+    \f
+
     Every token is predicted once, from a sliding window with at least context-length - stride tokens before it. A
     smaller stride is slower, and usually gives a lower loss. `compare` and `quantize` use the default windows.
 
     --adapt also predicts TEXT with weights that learn each window after it was predicted (test-time training).
-
-    A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
-    starts at 0.
-    """
+    """  # noqa: D301 - --help ends at \f
     small_world, suite = options.pop("small_world"), options.pop("suite")
     text_alone = texts and not suite
     kinds = {

@@ -43,12 +43,12 @@ _UNUSED_SETTINGS = (
     "parametrization",
 )
 _SHORT_CONTEXT = 1024  # tokens: a chat fills it soon
-_SHOW = "Print the first N rows token by token, with what is learned, and exit without training."
+_SHOW = "Print N rows with what is learned, and exit."
 _STYLES = {True: ("black on green", "black on bright_green"), False: ("default", "dim")}  # of tokens, in turn
 _HELP_TEXTS = {
     "batch_size": "Rows per forward pass.  [default: 16, fewer for few conversations]",
     "max_seq_length": "Tokens per row.  [default: the model's context, at most 512]",
-    "learning_rate": "Peak learning rate.  [default: by model size: a fifth of pretrain's, with --loss less]",
+    "learning_rate": "Peak learning rate.  [default: by model size]",
     "eval_every": "Steps between validations; 0: only at the end.  [default: a tenth of all steps]",
     "seed": "Random seed of data order and dropout.  [default: 0]",
 }
@@ -63,7 +63,7 @@ _PREFERENCE_SETTINGS = {name: options_of(TrainSettings)[name] for name in ("loss
 @click.argument("data", nargs=-1)
 @run_options
 @training_options.steps_option
-@option("Training length", "--epochs", float, "Number of passes over DATA.  [default: 3; with --loss dpo or kto 1]")
+@option("Training length", "--epochs", float, "Number of passes over DATA.  [default: 3; dpo, kto: 1]")
 @option("Training length", "--minutes", float, "Time limit.")
 @training_options.chat_template_option
 @training_options.validation_options("Conversations for validation, instead of a part of DATA.")
@@ -84,14 +84,15 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     {"messages": [{"role": "user", "content": "What is 2 + 2?"},
                   {"role": "assistant", "content": "4"}]}
 
-    or {"prompt": ..., "completion": ...}, Alpaca's {"instruction": ..., "input": ..., "output": ...}, ShareGPT's
-    {"conversations": [{"from": "human", "value": ...}, ...]}, or another format of the documentation. With --loss it is
-    a preference: {"prompt": ..., "chosen": ..., "rejected": ...}, or for KTO also {"prompt": ..., "completion": ...,
-    "label": true}. A prompt or an answer is a text, or a list of messages.
+    or {"prompt": ..., "completion": ...}, or a line of Alpaca's, ShareGPT's or another format of the documentation;
+    with --loss, {"prompt": ..., "chosen": ..., "rejected": ...}.
 
-    All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
-    The first Ctrl-C finishes the step, saves, and prints the command that continues.
+    All parameters are trained, with the loss on the assistant's messages only. Ctrl-C finishes the step, saves, and
+    prints the command that continues.
     \f
+
+    With --loss kto, a line can also be {"prompt": ..., "completion": ..., "label": true}. A prompt or an answer is a
+    text, or a list of messages.
 
     A conversation that fits in a row is never split. Longer ones are split before questions. An answer that is longer
     than a row continues in the next one, after half a row of its context.

@@ -71,7 +71,7 @@ def grpo(model: str | None, prompts: tuple[str, ...], reward: str | None, **opti
     parameters for, and returns a number. Each step generates a group of answers to each of some prompts, and makes the
     better ones of each group more likely.
 
-    The first Ctrl-C finishes the step, saves, and prints the command that continues.
+    Ctrl-C finishes the step, saves, and prints the command that continues.
     \f
 
     A text is a user's message, unless the model has no chat template: then it is continued. With --resume, the reward
