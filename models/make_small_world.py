@@ -6,7 +6,6 @@ python models/make_small_world.py FOLDER   # continues if FOLDER has a run that 
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -91,11 +90,7 @@ The first held-out question of each kind, answered with temperature {temperature
 def main(folder: Path) -> None:
     """Train, quantize, measure, and write models/small-world."""
     recipe = Recipe(50_000_000, 0, config_to_hf(load_preset("1m", **CONFIG)), SETTINGS)
-    if not (folder / "run").exists():
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True)
-        recipe.start(folder, phase)
-        (folder / "commit").write_text(head.stdout)
-    run = Run.open(folder / "run")
+    run = Run.open(folder / "run") if (folder / "run").exists() else recipe.start(folder / "run", phase)
     if not (run.path / "model.safetensors").exists() or "finished" not in run.log_file.read_text():
         run_training(run, resume=True)
     shutil.rmtree(MODEL, ignore_errors=True)
@@ -103,7 +98,7 @@ def main(folder: Path) -> None:
     for file in MODEL.glob("quantization.*"):
         file.unlink()
     GenerationConfig({"temperature": TEMPERATURE}, EXAMPLE).write(MODEL)
-    receipt = Receipt.of_run(recipe, run, MODEL, (folder / "commit").read_text().strip())
+    receipt = Receipt.of_run(run, MODEL)
     write_json(MODEL / FILE_NAME, receipt.to_dict())
     (MODEL / "README.md").write_text(card(run, receipt))
 

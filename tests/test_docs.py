@@ -35,7 +35,7 @@ from mlxlm.data import DataOptions
 from mlxlm.generation import GenerationOptions
 from mlxlm.quantize import QuantizationSettings
 from mlxlm.server.options import ServerOptions
-from mlxlm.train import TokenizerOptions, TrainSettings
+from mlxlm.train import GRPOOptions, TokenizerOptions, TrainSettings
 from tests.paths import ROOT
 from tests.run_command import run_command
 from tests.stand_ins import make_stand_ins, serve
@@ -51,6 +51,7 @@ SETTINGS = [
     GenerationOptions,
     KVOptions,
     TrainSettings,
+    GRPOOptions,
     TokenizerOptions,
     DataOptions,
     QuantizationSettings,

@@ -39,7 +39,10 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.utils.formatting import printable
 
 # Samples of text would show no conversation, and fine-tuning has its own packing.
-_UNUSED_SETTINGS = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
+_UNUSED_SETTINGS = (
+    *("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens"),
+    "parametrization",
+)
 _SHORT_CONTEXT = 1024  # tokens: a chat fills it soon
 _SHOW = "Print the first N rows token by token, with what is learned, and exit without training."
 _STYLES = {True: ("black on green", "black on bright_green"), False: ("default", "dim")}  # of tokens, in turn
@@ -63,14 +66,7 @@ _PREFERENCE_SETTINGS = {name: options_of(TrainSettings)[name] for name in ("loss
 @training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over DATA.  [default: 3; with --loss dpo or kto 1]")
 @option("Training length", "--minutes", float, "Time limit.")
-@option(
-    "Data",
-    "--chat-template",
-    str,
-    "Chat template, if the model has none; see mlxlm chat.",
-    metavar="NAME|FILE",
-    advanced=True,
-)
+@training_options.chat_template_option
 @training_options.validation_options("Conversations for validation, instead of a part of DATA.")
 @data_option("text_column", "Data")
 @data_option("on_bad_input", "Data")

@@ -37,6 +37,8 @@ GROUPS = {
         "quickstart": "Train a small model in minutes, and chat with it.",
         "pretrain": "Train a model from scratch.",
         "finetune": "Fine-tune a model on conversations.",
+        "grpo": "Train a model with a reward function.",
+        "speedrun": "Train for a fixed time, and get a verifiable score.",
         "evaluate": "Evaluate a model on text or multiple choice.",
         "report": "Write an HTML report of training runs.",
     },
@@ -54,6 +56,7 @@ GROUPS = {
     "Research": {
         "plan": "Estimate parameters, FLOPs, memory, time and disk.",
         "scaling": "Fit scaling laws to a grid of small runs.",
+        "sweep": "Find the best options of pretrain for your data.",
         "compare-architectures": "Train variants of a model on the same data.",
     },
     "Machine": {

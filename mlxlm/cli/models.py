@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,26 +141,32 @@ def presets(as_json: bool) -> None:
 @models.command(cls=SectionedCommand)
 @click.argument("model", default="small-world")
 @option("Training", "--steps", click.IntRange(1, 200), "Compare the losses of the first N steps.", default=10)
-@option("Training", "--all", bool, "Train to the end, and compare the weights and the quantized model, too.")
-@option("Training", "--out", PATH, "Keep corpus and run in this new folder.  [default: a temporary one]")
+@option("Training", "--all", bool, "Train to the end, and compare the weights and what follows from them, too.")
+@option("Training", "--out", PATH, "Keep the run in this new folder.  [default: a temporary one]")
 @allow_sleep_option("Training")
 def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
-    """Train the bundled MODEL again from its receipt.json, and compare.
+    """Train MODEL again from its receipt.json, and compare.
 
-    The receipt has the digests of the corpus, the tokens and the weights, the settings, and the losses of the first
-    steps. On the same kind of machine with the same version of MLX all of them are equal, to the bit. On another one
-    sums are rounded differently: losses are close if they differ by at most 0.001 nats up to step 20 and by 0.1 after
-    it, and weights if their bits per byte differ by at most 25%. If anything is different, the exit code is 1.
+    MODEL is small-world, a run of mlxlm speedrun, or a receipt. The receipt has the digests of the corpus, the tokens
+    and the weights, the settings, and the losses of the first steps. On the same kind of machine with the same version
+    of MLX all of them are equal, to the bit. On another one sums are rounded differently: losses are close if they
+    differ by at most 0.001 nats up to step 20 and by 0.1 after it, and weights if their bits per byte differ by at most
+    25%. A receipt that was changed is refused. If anything is different, the exit code is 1.
     """
     from mlxlm.experiments.receipt import FILE_NAME, Receipt, environment
 
-    receipt = Receipt.read(resolve(model) / FILE_NAME)
+    path = resolve(model)
+    receipt = Receipt.read(path if path.is_file() else path / FILE_NAME)
     there, here = receipt.results["environment"], environment()
-    others = [f"{name} {value}, there {there.get(name)}" for name, value in here.items() if there.get(name) != value]
+    others = [f"{name} {here[name]}, there {value}" for name, value in there.items() if here.get(name) != value]
     if others:
         render.say(f"Another kind of machine or another version: {'; '.join(others)}", style="yellow")
+    recipe = receipt.recipe
+    if here["device"] == "CPU" and recipe.settings.get("dtype", "float32") != "float32":
+        render.say("A CPU computes 16-bit products many times slower, so this training is in float32", style="yellow")
+        recipe = replace(recipe, settings={**recipe.settings, "dtype": "float32"})
     with tempfile.TemporaryDirectory() as temporary:
-        run = receipt.recipe.start(out or Path(temporary), phase)
+        run = recipe.start(out or Path(temporary, "run"), phase)
         stop = stop_on_signal()
 
         def stop_after(step: Step, _lm: generation.LoadedModel) -> None:

@@ -101,7 +101,7 @@ def plan(model: str, with_probe: bool, as_json: bool, **options: Any) -> None:
         **settings,
     )
     if with_probe:
-        result = _probe(result)
+        result = probe(result)
     if as_json:
         render.emit_json(result.to_dict())
     else:
@@ -130,8 +130,8 @@ def _machine(options: dict[str, Any]) -> planner.Machine | str:
     return planner.custom_machine(options["flops"], options["dtype"] or "bfloat16")
 
 
-def _probe(plan: planner.Plan) -> planner.Plan:
-    """Add the measured time and memory of three training steps."""
+def probe(plan: planner.Plan) -> planner.Plan:
+    """Add the measured time and memory of three training steps to a plan for this machine."""
     from mlxlm.train.memory_limits import check_memory
     from mlxlm.train.step_benchmark import BENCHMARK_LABEL
 

@@ -14,13 +14,13 @@ from mlxlm.cli.distributed import finish_before_sigterm, is_launched, launch_pro
 from mlxlm.cli.options import MODEL, PATH, SectionedCommand, given_flags, offline_option, option
 from mlxlm.cli.run_options import (
     given_budget,
+    model_and_settings,
     override_option,
     pop_runtime_options,
     require_arguments,
     resumed_run,
     run_options,
     runtime_options,
-    with_overrides,
 )
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training import phase, run_and_summarize
@@ -117,18 +117,10 @@ def _new_run(
         (init, ["path", "vocab_size", "tokenizer_type"], "the model of --init has its own tokenizer"),
         (options["teacher"], ["vocab_size", "tokenizer_type"], "the model has the tokenizer of --teacher"),
         (not picks_size, ["scaling_law"], "the model size is picked only with --hours and without --preset"),
-        (picks_size, ["overrides"], "the model size is picked for the time; give --preset to change a part"),
     )
     if num_processes > 1 and "-" in sources:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
-    settings, config = training_options.given_settings(options), None
-    if not picks_size and init is None:
-        config = training_options.chosen_config(options)
-        names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
-        length = settings.get("max_seq_length", training_options.default_max_seq_length(config))
-        if not has_time_limit:  # which fits the length to the time
-            settings["max_seq_length"] = length
-        config = with_overrides(config, options["overrides"], training_options.FLAGS | names, length)
+    config, settings = model_and_settings(options, has_time_limit)
     law = options["scaling_law"] and read_law(options["scaling_law"])
     budget = given_budget(options, duty_cycle=duty_cycle, num_processes=num_processes, scaling_law=law)
     text = DataOptions(sources, weights, stdin=sys.stdin.buffer, **training_options.data_settings(options))

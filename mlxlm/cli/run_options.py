@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlxlm import train
-from mlxlm.cli import render
+from mlxlm.cli import render, training_options
 from mlxlm.cli.options import (
     PATH,
     add_options,
@@ -158,6 +158,28 @@ def with_overrides(
     return config
 
 
+def model_and_settings(options: Mapping[str, Any], has_time_limit: bool) -> tuple[ModelConfig | None, dict[str, Any]]:
+    """The model to train, None if --init or the time limit chooses it, and the settings on the command line.
+
+    Raises:
+        ConfigError: If `--set` is unknown or can't work.
+        click.UsageError: If it would have no effect.
+    """
+    settings = training_options.given_settings(options)
+    if options.get("init") is not None:
+        return None, settings
+    if has_time_limit and not options["preset"] and not options["config"]:
+        reason = "the model size is picked for the time; give --preset to change a part"
+        reject_unused_options(options, (True, ["overrides"], reason))
+        return None, settings
+    config = training_options.chosen_config(options)
+    names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
+    length = settings.get("max_seq_length", training_options.default_max_seq_length(config))
+    if not has_time_limit:  # which fits the length to the time
+        settings["max_seq_length"] = length
+    return with_overrides(config, options["overrides"], training_options.FLAGS | names, length), settings
+
+
 _ACTIONS = ["pause", "slow", "ignore"]
 _BATTERY = "On battery power: pause, train half of the time (slow), or ignore it."
 _HEAT = "While heat slows the machine down: pause, train half of the time (slow), or ignore it."
@@ -196,7 +218,8 @@ def runtime_arguments() -> list[str]:
     """The options on the command line for a process that continues this command, except for --micro-batches."""
     context = click.get_current_context()
     arguments = ["--debug"] if context.find_root().meta.get("mlxlm.debug") else []
-    for name in filter(is_given, (*_POWER, *_TRACKERS, "allow_sleep", "as_json", "predict", "compute_budget")):
+    others = ("allow_sleep", "as_json", "predict", "compute_budget", "reward")
+    for name in filter(is_given, (*_POWER, *_TRACKERS, *others)):
         value = context.params.get(name, True)
         arguments += [flag(name)] if value is True else [flag(name), str(value)]
     return arguments

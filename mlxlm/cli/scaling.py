@@ -174,4 +174,4 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     def time_left(number: int) -> str:
         return f", about {human_seconds(grid.seconds_left(number) * 100 / runtime['power'].duty_cycle)} left"
 
-    return train_sweep(grid, runs, time_left, **runtime)
+    return train_sweep(grid, runs, len(runs), time_left, **runtime)

@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from mlxlm.utils.errors import DeviceError, TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
-    from mlxlm.experiments.sweep import Sweep
+    from mlxlm.experiments.run_group import RunGroup
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
 _FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast
@@ -116,29 +116,31 @@ def run_and_summarize(run: train.Run, **options: Any) -> None:
 
 
 def train_sweep(
-    sweep: Sweep,
-    runs: Sequence[tuple[str, Callable[[], train.Run]]],
+    group: RunGroup,
+    runs: Iterable[tuple[str, Callable[[], train.Run]]],
+    total: int,
     time_left: Callable[[int], str] = lambda _number: "",
     **options: Any,
 ) -> tuple[list[str], int]:
     """Train runs one after another, until a stop is requested. Finished runs are skipped, others are resumed.
 
     Args:
-        sweep: The sweep that the runs belong to.
+        group: What the runs belong to.
         runs: (name, function that makes or opens the run) of each.
+        total: The number of runs.
         time_left: Returns what to print after the number of a run, from 0.
         options: Further arguments of `run_training`.
 
     Returns:
         An error message for each run that failed, and the exit code of the command.
     """
-    from mlxlm.experiments.sweep import is_finished
+    from mlxlm.experiments.run_group import is_finished
 
     errors, stop = [], stop_on_signal()
-    resume_command = [*sweep.COMMAND.split(), "--resume", str(sweep.path)]
+    resume_command = [*group.COMMAND.split(), "--resume", str(group.path)]
     arguments = [*resume_command[1:], *runtime_arguments()]
     for i, (name, make) in enumerate(runs):
-        render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
+        render.say(f"{name} ({i + 1} of {total}){time_left(i)}", style="bold")
         run = make()
         if is_finished(run) and (run.path / REPORT_FILE).is_file():
             render.say("already finished")
@@ -151,7 +153,7 @@ def train_sweep(
             render.say(errors[-1], style="red")
         if isinstance(ending, events.Stopped):
             render.say(f"stopped after step {ending.step}, saved")
-        if stop.requested and (i + 1 < len(runs) or not isinstance(ending, events.Finished)):
+        if stop.requested and (i + 1 < total or not isinstance(ending, events.Finished)):
             render.say("Continue with:")
             render.say(shlex.join(resume_command))
             return errors, stop.exit_code
@@ -177,6 +179,13 @@ def print_forecast(run: train.Run) -> None:
     entry = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
     if entry and all(number(entry.get(name)) >= 0 for name in ("split", "cut")):
         render.say(_conversations(entry))
+    entry = entry_before_start(run.log_file, "prompts", ("prompts", "held_out"))
+    if entry and run.settings.grpo is not None:
+        size = run.settings.grpo.num_generations
+        render.say(
+            f"{entry['prompts']:,} prompts to train on and {entry['held_out']:,} for validation; each step generates "
+            f"{size} answers to each of {run.settings.rows_per_step // size} prompts"
+        )
     entry = entry_before_start(run.log_file, "preferences", ("max_seq_length",))
     if entry and all(number(entry.get(name)) >= 0 for name in ("chosen", "rejected", "too_long", "same")):
         render.say(_preferences(entry))
@@ -237,12 +246,14 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
         render.say(f"{run.path} had already finished its {ending.step} steps; nothing was left to do")
         return
     if render.console.is_terminal:
-        steps = read_run(run.path).steps
-        render.say(f"training loss{'' if run.settings.has_pairs else ' (nats per token)'}")
-        points = list(zip(steps["tokens"], steps["loss"], strict=True))
+        history = read_run(run.path)
+        render.say(f"training: {history.loss_title}")
+        points = [(history.x_at_step("tokens", step), value) for step, value in history.loss_points]
         for line in line_chart(points, width=min(72, render.console.width - 12)):
             render.say(line)
-    if ending.best_loss is not None:
+    if ending.best_loss is not None and run.settings.grpo is not None:
+        render.say(f"best validation: mean reward {-ending.best_loss:.4f}; {human_seconds(ending.seconds)} of steps")
+    elif ending.best_loss is not None:
         speed = f"{ending.tokens_per_second:,.0f} tokens/s, " if ending.tokens_per_second else ""
         unit = ", chosen answers" if run.settings.has_pairs else " nats per token,"
         render.say(
@@ -254,7 +265,7 @@ def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> N
             f"predicted {human_seconds(entry['step_seconds'])} of steps and {human_bytes(entry['memory'])}, "
             f"measured {human_seconds(ending.seconds)} and {human_bytes(ending.memory)}"
         )
-    render.say(f"the loss curve is in {Path(run.path, 'loss.png')}")
+    render.say(f"the {'loss' if run.settings.grpo is None else 'reward'} curve is in {Path(run.path, 'loss.png')}")
 
 
 @contextmanager
@@ -304,6 +315,8 @@ def _print_event(event: events.Event) -> None:
             f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
             f"of {event.tokens_per_step:,} tokens, {_epochs(event)}"
         )
+    elif isinstance(event, events.Validation) and "reward" in event.metrics:
+        render.say(f"{at}validation: mean reward {event.metrics['reward']:.4f}{' (best)' if event.best else ''}")
     elif isinstance(event, events.Validation):
         load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
         tokens = f"perplexity {event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte"

@@ -41,7 +41,7 @@ class TrainingMetrics:
             self._smooth = ExponentialMovingAverage(smoothing_span(event.steps))
         elif isinstance(event, events.Step):
             self._last, self._step, self._steps = event, event.step, event.steps
-            self._loss = self._smooth(event.loss)
+            self._loss = self._smooth(event.metrics.get("reward", event.loss))
         elif isinstance(event, events.Validation) and event.best:
             self._best = event
         elif isinstance(event, events.Paused):
@@ -58,13 +58,16 @@ class TrainingMetrics:
         step = self._last
         if step is None:
             return ["compiling the first step"] if self._steps and not self._rest else []
-        metrics = [f"loss {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
+        name = "reward" if "reward" in step.metrics else "loss"
+        metrics = [f"{name} {self._loss:.3f}", f"{human_seconds(step.seconds_left)} left"]
         if step.tokens_per_second:
             metrics.append(f"{step.tokens_per_second:,.0f} tokens/s")
         if self._best:
             best = f"{self._best.loss:.3f}" if self._best.metrics else f"{self._best.bits_per_byte:.3f} bits/byte"
+            if "reward" in self._best.metrics:
+                best = f"{self._best.metrics['reward']:.3f}"
             metrics.append(f"best {best}")
-        metrics += metric_texts(step.metrics)
+        metrics += metric_texts({key: value for key, value in step.metrics.items() if key != name})
         metrics.append(human_bytes(step.memory))
         if step.tokens_per_second:
             rate = step.tokens_per_second * self._flops

@@ -25,6 +25,8 @@ _SHOWN_REASONS = 5  # kinds of bad input, the most frequent
 SETTINGS = {name: field for name, field in options_of(TrainSettings).items() if declaration(field).section}
 FLAGS = {name: "--" + name.replace("_", "-") for name in SETTINGS if name != "steps"}
 steps_option = field_option(SETTINGS["steps"])
+_CHAT_TEMPLATE = "Chat template, if the model has none; see mlxlm chat."
+chat_template_option = option("Data", "--chat-template", str, _CHAT_TEMPLATE, metavar="NAME|FILE", advanced=True)
 
 
 def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str] | None = None) -> Callable[..., Any]:
@@ -74,7 +76,7 @@ def reject_unused_settings(
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
         (prepared, ["text_column", "on_bad_input"], "prepared data is already tokenized"),
         (options.get("preset") and options.get("config"), ["preset"], "--config chooses the model"),
-        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
+        (options.get("validation"), ["validation_fraction"], "--validation says what is held out"),
         (not options.get("teacher"), DISTILLATION, "--teacher is not given"),
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
         (options["lr_schedule"] != "wsd", ["decay_fraction"], "--lr-schedule wsd is not given"),

@@ -154,7 +154,7 @@ def _check_names(overrides: Mapping[str, str], reserved: Mapping[str, str]) -> N
         if name in reserved:
             raise ConfigError(f"{name} can't be overridden", reserved[name])
         if name not in OVERRIDE_NAMES:
-            similar = " or ".join(get_close_matches(name, OVERRIDE_NAMES, 3, 0.6))
+            similar = " or ".join(get_close_matches(name, (*OVERRIDE_NAMES, *reserved), 3, 0.6))
             raise ConfigError(f"unknown override {name!r}", similar or f"one of {', '.join(OVERRIDE_NAMES)}")
 
 

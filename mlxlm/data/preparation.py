@@ -83,17 +83,21 @@ def prepare(
         return builder.finish()
 
 
-def training_texts(data: DataOptions, *, seed: int = 0, progress: Advance | None = None) -> Iterator[str]:
+def training_texts(
+    data: DataOptions, *, seed: int = 0, progress: Advance | None = None, held_out: bool = False
+) -> Iterator[str]:
     """The text that `prepare` trains on with the same arguments, in pieces: for training a tokenizer.
+
+    With `held_out`, it is the text that `prepare` holds out of the sources.
 
     `ValidationSplit` reads the first documents of each source twice, so sources can't be stdin or pipes.
     """
     fraction = 0 if data.validation else data.validation_fraction
     for _, _, paths in _parts(data):
         split = ValidationSplit(read_sources(data, paths, BadInput(data.on_bad_input)), fraction, seed)
-        for held_out, document in split(read_sources(data, paths, BadInput(data.on_bad_input), progress)):
+        for is_held_out, document in split(read_sources(data, paths, BadInput(data.on_bad_input), progress)):
             for piece in itertools.chain(document.pieces, document.contents):
-                if not held_out:
+                if is_held_out == held_out:
                     yield piece
 
 

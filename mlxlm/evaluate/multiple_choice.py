@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.config.numbers import is_int
 from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import DataError
-from mlxlm.utils.json_files import parse_json_object
+from mlxlm.utils.json_files import read_json_lines
 
-_MAX_LINE = 1 << 24  # bytes
 _EXAMPLE = '{"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1} on each line'
 
 
@@ -106,16 +103,8 @@ def read_questions(path: Path | str, advance: Callable[[int], None] = lambda _: 
     Raises:
         DataError: A line is malformed; the message names it.
     """
-    path = Path(path)
-    with open_regular(path, DataError) as file:
-        lines = iter(partial(file.readline, _MAX_LINE + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            location = f"{path}, line {number}"
-            if len(line) > _MAX_LINE:
-                raise DataError(f"{location} is longer than {_MAX_LINE} bytes", _EXAMPLE)
-            advance(len(line))
-            if line.strip():
-                yield _parse_question(parse_json_object(line, location, DataError, _EXAMPLE), number, location)
+    for number, location, value in read_json_lines(path, DataError, _EXAMPLE, advance):
+        yield _parse_question(value, number, location)
 
 
 def evaluate_multiple_choice(lm: LoadedModel, questions: Iterable[Question]) -> Iterator[ChoiceResult]:

@@ -1,16 +1,34 @@
-"""Evaluate a model on the built-in corpus: questions whose combination of words it was not trained on."""
+"""Evaluate a model on the built-in corpus: questions whose combination of words it was not trained on.
+
+Either the model answers and its answers are checked, or the bits per byte of the right answers are measured.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlxlm.chat.generate import batch
-from mlxlm.data.small_world.corpus import EVALUATED_KINDS, held_out_questions, is_right
+from mlxlm.config import ModelConfig
+from mlxlm.config.components import POSITIONS
+from mlxlm.data import DataOptions, TokenDataset, prepare
+from mlxlm.data.small_world.corpus import (
+    EVALUATED_KINDS,
+    held_out_conversations,
+    held_out_questions,
+    is_right,
+    messages,
+)
+from mlxlm.evaluate.loss import evaluate_dataset
 from mlxlm.generation import LoadedModel
+from mlxlm.utils.json_files import json_line
 
 _MAX_TOKENS = 200  # longer than any answer of the corpus
+_ROW = 640  # tokens: longer than any held-out conversation, even if each byte is a token
 
 
 @dataclass(frozen=True)
@@ -57,3 +75,27 @@ def evaluate_small_world(
         scores.append(KindScore(kind, correct, len(turns)))
         progress((i + 1) * num_questions, len(EVALUATED_KINDS) * num_questions)
     return scores
+
+
+def held_out_bits_per_byte(lm: LoadedModel) -> float:
+    """Return the bits per byte of the answers in `held_out_conversations` of small-world.
+
+    Every answer is predicted after its own conversation only, so the result doesn't depend on how the model was trained
+    to use rows of several conversations, and it can be compared between tokenizers. The end of an answer is predicted,
+    too, and has no bytes.
+
+    Raises:
+        DataError: The tokenizer has no tokens for the roles of a conversation.
+    """
+    conversations = list(held_out_conversations())
+    answer_bytes = sum(len(turn.answer.encode()) for turns in conversations for turn in turns)
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "held-out.jsonl")
+        file.write_bytes(b"".join(json_line({"messages": messages(turns)}) for turns in conversations))
+        prepare(DataOptions([file], validation_fraction=0), lm.tokenizer, Path(folder, "data"))
+        data = TokenDataset.open(Path(folder, "data"), "train")
+        # Positions from a table end with the context: there, longer conversations are cropped.
+        ends = isinstance(lm.config, ModelConfig) and POSITIONS[lm.config.positions].table
+        row = min(_ROW, lm.config.max_position_embeddings) if ends else _ROW
+        loss = evaluate_dataset(lm.model, data, row, document_mask=True, mask_prompt=True).loss
+        return loss / math.log(2) * data.num_targets() / answer_bytes

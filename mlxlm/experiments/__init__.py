@@ -1,1 +1,1 @@
-"""Experiments of many training runs: scaling laws and architecture comparisons."""
+"""Experiments of many training runs: scaling laws, sweeps and architecture comparisons."""

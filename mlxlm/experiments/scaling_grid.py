@@ -12,8 +12,8 @@ from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.manifest import prepared_source
+from mlxlm.experiments.run_group import RunGroup, is_finished, prepare_shared_data
 from mlxlm.experiments.scaling_fit import ScalingPoint
-from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data
 from mlxlm.plan.flops import TOKENS_PER_PARAMETER
 from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
@@ -108,7 +108,7 @@ class GridRun:
 
 
 @dataclass(frozen=True)
-class Grid(Sweep):
+class Grid(RunGroup):
     """A folder of runs of several sizes and lengths.
 
     Attributes:
@@ -129,7 +129,7 @@ class Grid(Sweep):
 
     @classmethod
     def parse_fields(cls, values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-        """Return the fields that a grid adds. See `Sweep.parse_fields`."""
+        """Return the fields that a grid adds. See `RunGroup.parse_fields`."""
         runs = tuple(GridRun(**run) for run in values["runs"])
         counts = (values["unique_tokens"], values["vocab_size"])
         if not runs or not all(run.is_valid() for run in runs) or not all(type(n) is int and n > 0 for n in counts):

@@ -13,6 +13,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
+from mlxlm.config.mup import mup_factors
 from mlxlm.model.block import Block, Dropout, checkpointed_layer, layer_caches
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
@@ -288,12 +289,12 @@ class Decoder(nn.Module):
         """Whether sequences of different lengths can be batched: not if RoPE depends on the length."""
         return (self.config.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope")
 
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, parametrization: str = "standard") -> None:
         """Initialize the weights from `seed`.
 
         Normal with standard deviation 0.5 / sqrt(hidden), which is GPT-2's 0.02 at a hidden size of 768 and larger in
         smaller models. The projections into the residual are divided by sqrt(2·layers), so that its variance doesn't
-        grow with depth (Radford et al. 2019, section 2.3).
+        grow with depth (Radford et al. 2019, section 2.3). With `parametrization` "mup", times `mup_factors`.
         """
         keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(self.parameters()))))
         deviation = 0.5 / math.sqrt(self.config.hidden_size)
@@ -318,5 +319,8 @@ class Decoder(nn.Module):
                 outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
                 scale = output_deviation if name.endswith(outputs) else deviation
                 value = mx.random.normal(weight.shape, scale=scale, key=key)
+            if parametrization == "mup" and not name.endswith((".bias", ".sinks")):
+                offset = 1 if self.config.norm_unit_offset and weight.ndim == 1 else 0
+                value = mup_factors(self.config, name, weight.ndim)[0] * (value + offset) - offset
             weights.append((name, value))
         self.load_weights(weights)

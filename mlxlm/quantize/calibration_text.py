@@ -202,6 +202,8 @@ def _run_tokens(folder: Path, split: str, tokens: int) -> tuple[np.ndarray, int]
     try:
         run = Run.open(folder)
         run.check_data()
+        if run.settings.grpo is not None:
+            raise DataError(f"{folder} was trained on prompts, which are no text to predict")
         data = TokenDataset.open(run.data, split)
     except MlxlmError as error:
         name = "calibration_text" if split == "train" else "eval_text"

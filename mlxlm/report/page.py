@@ -38,8 +38,8 @@ def render_page(runs: Sequence[RunHistory], defaults: Callable[[int], Mapping[st
         several=len(runs) > 1,
         runs=runs,
         num_colors=NUM_COLORS,
-        result_header=list(_results(runs[0])),
-        results=[tuple(_results(run).values()) for run in runs],
+        result_header=list(_results(runs[0], runs)),
+        results=[tuple(_results(run, runs).values()) for run in runs],
         figures=_figures(runs),
         differences=_differences(runs),
         details=[_details(run, defaults) for run in runs],
@@ -60,18 +60,23 @@ def _last_step(run: RunHistory) -> int:
     return int(run.steps["step"][-1]) if run.steps["step"] else 0
 
 
-def _results(run: RunHistory) -> dict[str, Any]:
+def _results(run: RunHistory, runs: Sequence[RunHistory]) -> dict[str, Any]:
+    """The results of one of `runs`."""
     speeds = sorted(v for v in run.steps["tokens_per_second"] if v > 0)
     memory = [v for v in run.steps["memory"] if not math.isnan(v)]
     at, loss, bits, _ = run.best or (_MISSING, math.nan, math.nan, math.nan)
+    rewards = {"best mean reward": _formatted(-loss, "{:.4f}".format)}
+    losses = {
+        "best bits per byte": _formatted(bits, "{:.4f}".format),
+        "best loss": _formatted(math.nan if run.has_rewards else loss, "{:.4f}".format),
+    }
     return {
         "run": run.name,
         "state": run.state,
         "parameters": _formatted(run.parameters, human_count),
         "steps": _last_step(run),
         "tokens": _formatted(run.last("tokens"), human_count),
-        "best bits per byte": _formatted(bits, "{:.4f}".format),
-        "best loss": _formatted(loss, "{:.4f}".format),
+        **(rewards if all(other.has_rewards for other in runs) else losses),
         "at step": at,
         "time in steps": _formatted(run.last("seconds"), human_seconds),
         "tokens/s": f"{speeds[len(speeds) // 2]:,.0f}" if speeds else _MISSING,
@@ -86,9 +91,10 @@ def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     def validation(field: str) -> Callable[[RunHistory, int, str], list[Series]]:
         return lambda run, i, axis: [_validation_curve(run, i, axis, field)]
 
+    names = sorted({name for run in runs for name in run.loss_metrics} - {"reward"})
     return [
         _figure(runs, " and ".join(dict.fromkeys(run.loss_title for run in runs)), _loss_curves, wide=True),
-        *(_figure(runs, name, _loss_metric(name)) for name in sorted({n for run in runs for n in run.loss_metrics})),
+        *(_figure(runs, name, _loss_metric(name)) for name in names),
         _figure(runs, "validation (bits per byte)", validation("bits_per_byte")),
         _figure(runs, "tokens of the busiest expert, relative to the mean", validation("expert_load")),
         _figure(runs, "learning rate", metric("learning_rate"), from_zero=True),
@@ -122,6 +128,8 @@ def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = 
 
 
 def _loss_curves(run: RunHistory, i: int, axis: str) -> list[Series]:
+    if run.has_rewards:
+        return _loss_metric("reward")(run, i, axis)
     return [
         _metric_curve(run, i, axis, "loss", "faint", " each step"),
         _metric_curve(run, i, axis, "smoothed", "line", " smoothed"),

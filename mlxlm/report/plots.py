@@ -16,26 +16,30 @@ _MAX_POINTS = 100  # of a training curve
 def plot_losses(run: RunHistory, path: Path) -> None:
     """Draw training and validation loss and the learning rate over tokens, and below them metrics of the loss.
 
+    Of a run with a reward function, draw the mean rewards instead.
+
     Raises:
         CheckpointError: The file can't be written.
     """
-    steps = run.steps
-    figure = new_figure(8, 9 if run.loss_metrics else 4.5)
-    axes = figure.add_subplot(2 if run.loss_metrics else 1, 1, 1)
+    steps, has_metrics = run.steps, bool(run.loss_metrics) and not run.has_rewards
+    figure = new_figure(8, 9 if has_metrics else 4.5)
+    axes = figure.add_subplot(2 if has_metrics else 1, 1, 1)
     label_axes(axes, "tokens", run.loss_title)
     count_axis(axes.xaxis)
-    axes.plot(steps["tokens"], steps["loss"], lw=0.8, color="#9ab", label="training")
+    points = [(run.x_at_step("tokens", step), value) for step, value in run.loss_points]
+    _plot(axes, points, lw=0.8, color="#9ab", label="training")
     if run.best:
-        points = [(run.x_at_step("tokens", v.step), v.loss) for v in run.validations]
+        sign = -1 if run.has_rewards else 1
+        points = [(run.x_at_step("tokens", v.step), sign * v.loss) for v in run.validations]
         bits = "" if run.loss_metrics else f" = {run.best.bits_per_byte:.3f} bits per byte"
-        label = f"validation (best {run.best.loss:.3f}{bits})"
+        label = f"validation (best {sign * run.best.loss:.3f}{bits})"
         _plot(axes, points, "o-", ms=3, color="#c33", label=label)
     learning_rate = axes.twinx()
     learning_rate.plot(steps["tokens"], steps["learning_rate"], ":", lw=1, color="#555")
     learning_rate.set_ylabel("learning rate (dotted)")
     learning_rate.set_ylim(bottom=0)
     axes.legend(loc="upper right")
-    if run.loss_metrics:
+    if has_metrics:
         _plot_loss_metrics(figure.add_subplot(2, 1, 2), run)
     save_figure(figure, path)
 

@@ -91,10 +91,23 @@ class RunHistory:
         return min(self.validations, key=lambda v: v.loss, default=None)
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether it is a run with a reward function."""
+        return "reward" in self.loss_metrics
+
+    @property
     def loss_title(self) -> str:
-        """The loss with its unit, as the label of an axis."""
+        """The loss with its unit, as the label of an axis; or the reward, since the loss of GRPO is no measure."""
         name = self.settings.get("loss", "cross_entropy")
+        if self.has_rewards:
+            return "mean reward"
         return "loss (nats per token)" if name == "cross_entropy" else f"{name} loss"
+
+    @property
+    def loss_points(self) -> list[tuple[int, float]]:
+        """What `loss_title` names, as (step, value) of each step."""
+        losses = zip(map(int, self.steps["step"]), self.steps["loss"], strict=True)
+        return self.loss_metrics["reward"] if self.has_rewards else list(losses)
 
     @property
     def parameters(self) -> float:

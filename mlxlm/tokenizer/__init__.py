@@ -8,7 +8,7 @@ from mlxlm.tokenizer.files import load
 from mlxlm.tokenizer.fill_in_the_middle import FillInTheMiddle
 from mlxlm.tokenizer.stats import TokenizerStats, tokenizer_stats
 from mlxlm.tokenizer.tokenizer import Tokenizer
-from mlxlm.tokenizer.train import TOKENIZER_TYPES, train
+from mlxlm.tokenizer.train import TOKENIZER_TYPES, train, truncate
 
 __all__ = [
     "TOKENIZER_TYPES",
@@ -19,4 +19,5 @@ __all__ = [
     "load",
     "tokenizer_stats",
     "train",
+    "truncate",
 ]

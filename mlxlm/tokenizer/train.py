@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator
 
@@ -38,6 +39,7 @@ LINE_CHARACTERS = 1024
 _LINE_PART = re.compile(rf".{{1,{LINE_CHARACTERS}}}(?=[ ]|$)|.{{1,{LINE_CHARACTERS}}}", re.DOTALL)
 _UNTRAINABLE = dict.fromkeys(map(ord, "\0\u2585" + sentencepiece.SPACE))
 
+_BYTE_LEVEL_MIN_SIZE = 256 + len(BYTE_LEVEL_SPECIAL_TOKENS) + len(CHAT_TOKENS)
 MAX_VOCAB_SIZE = 1_000_000  # known vocabularies have up to about 260,000 tokens
 
 
@@ -73,9 +75,40 @@ def train(
     return tokenizer
 
 
+def truncate(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer that `train` gives for the same text and fewer tokens.
+
+    Byte-level BPE adds one token after another, whatever the vocabulary size, so a smaller vocabulary is the beginning
+    of a larger one.
+
+    Args:
+        tokenizer: A byte-level tokenizer, made by `train`.
+        vocab_size: Up to that of `tokenizer`.
+
+    Raises:
+        TokenizerError: The vocabulary is smaller than bytes and special tokens.
+    """
+    check_byte_level_size(vocab_size)
+    content = json.loads(tokenizer.to_json())
+    model = content["model"]
+    ids, merges = model["vocab"], []
+    for first, second in model["merges"] if vocab_size > _BYTE_LEVEL_MIN_SIZE else []:
+        merges.append([first, second])
+        if ids[first + second] == vocab_size - 1:
+            break
+    vocabulary = {token: id for token, id in ids.items() if id < vocab_size}
+    content["model"] = {**model, "vocab": vocabulary, "merges": merges}
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)), BYTE_LEVEL_SPECIAL_TOKENS)
+
+
+def check_byte_level_size(vocab_size: int) -> None:
+    """Raise TokenizerError if a byte-level vocabulary is smaller than bytes and special tokens."""
+    _check_min_size(vocab_size, _BYTE_LEVEL_MIN_SIZE)
+
+
 def _train_byte_level(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     special = [*BYTE_LEVEL_SPECIAL_TOKENS.values(), *CHAT_TOKENS]
-    _check_min_size(vocab_size, 256 + len(special))
+    check_byte_level_size(vocab_size)
     runtime = tokenizers.Tokenizer(models.BPE())
     runtime.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     )
     from mlxlm.train.extend import extend_run, start_decay_branch
     from mlxlm.train.finetune import first_rows, start_finetune
+    from mlxlm.train.grpo import RewardError, RewardFunction
     from mlxlm.train.loop import train
     from mlxlm.train.run import Run, repeat_run
-    from mlxlm.train.settings import TokenizerOptions, TrainSettings
+    from mlxlm.train.settings import GRPOOptions, TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
+    from mlxlm.train.start_grpo import start_grpo
     from mlxlm.train.step_benchmark import Probe, probe
     from mlxlm.train.throttle import PowerPolicy
     from mlxlm.train.trackers import check_trackers
@@ -40,12 +42,15 @@ __all__ = [
     "CheckpointSaved",
     "Event",
     "Finished",
+    "GRPOOptions",
     "Paused",
     "PowerPolicy",
     "Probe",
     "ProcessGroup",
     "RankLostError",
     "Resumed",
+    "RewardError",
+    "RewardFunction",
     "Run",
     "Sample",
     "Started",
@@ -66,6 +71,7 @@ __all__ = [
     "run_worker",
     "start_decay_branch",
     "start_finetune",
+    "start_grpo",
     "start_run",
     "train",
 ]

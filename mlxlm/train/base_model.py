@@ -96,7 +96,7 @@ def create_from_base(
     saving_since = time.monotonic()
     with atomic_new_folder(out) as folder:
         run = Run.create(folder, config, settings, tokenizer, shards, move_data)
-        save_base(run, base)
+        _save_base(run, base)
         free_memory()
         if options := read_generation_config(base, str(base.path)).options:
             GenerationConfig(options).write(folder)
@@ -105,7 +105,7 @@ def create_from_base(
     return Run.open(out)
 
 
-def save_base(run: Run, base: Checkpoint) -> None:
+def _save_base(run: Run, base: Checkpoint) -> None:
     """Save the model `base` as the checkpoint of step 0, not validated yet."""
     mx.random.seed(run.settings.seed)
     step = TrainStep(load_base(base, run.config), run.settings)

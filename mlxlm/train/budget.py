@@ -58,6 +58,8 @@ class Budget:
         steps: Steps.
         duty_cycle: Percentage of the time that the run computes. See `PowerPolicy`.
         start_time: When the minutes begin to count, as of `time.monotonic()`. Default: now.
+        counts_preparation: Whether the minutes include the time for the tokenizer and the tokens. If not, they begin to
+            count after it.
         num_processes: Processes that train together. See `ProcessGroup`.
         scaling_law: Chooses the model size for the minutes; None: that of Hoffmann et al. 2022.
 
@@ -71,6 +73,7 @@ class Budget:
     steps: int | None = None
     duty_cycle: float = 100.0
     start_time: float = field(default_factory=time.monotonic)
+    counts_preparation: bool = True
     num_processes: int = 1
     scaling_law: ScalingLaw | None = None
 

@@ -108,6 +108,21 @@ class Initialized(Event):
 
 
 @dataclass(frozen=True)
+class Prompts(Event):
+    """The data of a run with a reward function.
+
+    Attributes:
+        prompts: Number of prompts to train on.
+        held_out: Number of prompts for validation.
+        longest: Tokens of the longest prompt.
+    """
+
+    prompts: int
+    held_out: int
+    longest: int
+
+
+@dataclass(frozen=True)
 class Preferences(Event):
     """The data of a run that learns preferences.
 
@@ -166,11 +181,11 @@ class Step(Event):
     Attributes:
         step: Its number, from 1.
         steps: Number of steps of the run. With a time limit, an estimate until the last one.
-        tokens: Tokens seen so far.
+        tokens: Tokens seen so far; of GRPO as many as if all rows had the longest prompt and answer.
         loss: Training loss in nats per token.
         learning_rate: Learning rate.
         grad_norm: Global norm of the gradient before clipping.
-        tokens_per_second: Over the last 50 steps; 0 for the first step.
+        tokens_per_second: Over the last 50 steps; 0 for the first step, and of GRPO.
         seconds: Spent in steps so far, before a resume too, without pauses and rests.
         seconds_left: Until the run ends; from the second step on with all that happens between steps.
         memory: Bytes: on a CPU the memory of the process, on a GPU MLX's peak.
@@ -199,7 +214,8 @@ class Validation(Event):
         best: No earlier validation of the run had a lower loss.
         expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
         metrics: Metrics of the loss by name, as of Step. With preferences `perplexity` and `bits_per_byte` are those of
-            the chosen answers.
+            the chosen answers. With a reward function, "reward" is the mean reward of greedy answers to the prompts
+            that are held out; `loss` is its negative, and perplexity and bits per byte are NaN.
     """
 
     step: int

@@ -6,12 +6,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +22,7 @@ from mlxlm.backend.process_group import ProcessGroup, RankLostError
 from mlxlm.chat.generate import generate
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
+from mlxlm.data.prompts import verify_prompts
 from mlxlm.data.shards import verify_shards
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
@@ -44,15 +44,16 @@ from mlxlm.train.events import (
     TrainingWarning,
     Validation,
 )
+from mlxlm.train.grpo import GRPOBatches, RewardError, RewardFunction
 from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
 from mlxlm.train.objectives import make_loss, open_batches, open_validation, validate
 from mlxlm.train.run import Run, TrainState, read_repeat_plan
 from mlxlm.train.run_clock import RunClock
-from mlxlm.train.step import TrainStep
+from mlxlm.train.step import NamedArrays, TrainStep
 from mlxlm.train.throttle import PowerPolicy, Throttle
 from mlxlm.train.trackers import Trackers, check_trackers
 from mlxlm.train.worker import start_workers
-from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError
+from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError, TrainingError
 from mlxlm.utils.formatting import human_seconds
 
 _ALWAYS_ON = PowerPolicy()
@@ -65,6 +66,7 @@ def train(
     tokenizer: Tokenizer,
     *,
     resume: bool = False,
+    reward: RewardFunction | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     power: PowerPolicy = _ALWAYS_ON,
     tensorboard: bool = False,
@@ -90,6 +92,7 @@ def train(
         run: The run.
         tokenizer: Its tokenizer, for samples.
         resume: Continue from the last checkpoint, or from the start if there is none yet.
+        reward: The reward function of a run of `start_grpo`.
         should_stop: Called after each step, and repeatedly in pauses. If it returns True, the state is saved and the
             last event is Stopped.
         power: When to rest.
@@ -104,6 +107,8 @@ def train(
     Raises:
         DeviceError: The device has failed or lacks memory. The run can be resumed, in a new process: in this one, other
             results may be lost.
+        ConfigError: The reward function is missing, or the run has none.
+        RewardError: The reward function has failed; the step before is saved.
         TrainingError: A loss is not finite or has risen (see `SpikeDetector`), or the run ends worse than a uniform
             distribution: the message names the last good checkpoint, and the failed step is not saved. Or another rank
             is lost: the state is saved first.
@@ -112,6 +117,9 @@ def train(
         PlatformError: The library of a tracker is not installed.
     """
     check_trackers(tensorboard, wandb)
+    if (reward is None) != (run.settings.grpo is None):
+        problem = "needs its reward function" if reward is None else "has no use for a reward function"
+        raise ConfigError(f"{run.path} {problem}", run.resume_command)
     group = process_group or ProcessGroup()
     with run.locked():
         run.check_data()
@@ -119,8 +127,8 @@ def train(
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         run.clean_up_after_crash()
         log = RunLog(run.log_file)
-        with _check_shards(run.data) as data_check:
-            trainer = _Trainer(run, tokenizer, group, data_check, Throttle(power))
+        with _check_data(run) as data_check:
+            trainer = _Trainer(run, tokenizer, group, data_check, Throttle(power), reward)
             trainer.load(log, now, micro_batches)
             with closing(Trackers(run, trainer.first, tensorboard, wandb)) as trackers, memory_limits():
                 try:
@@ -129,6 +137,10 @@ def train(
                             log.record(logged)
                             yield logged
                 except Exception as error:
+                    if isinstance(error, RewardError):  # a run can go on with a corrected function
+                        for event in trainer.save(None):
+                            log.record(event)
+                            yield event
                     failure = device_error(error) or error
                     message = failure.message if isinstance(failure, MlxlmError) else describe_error(failure)
                     with suppress(MlxlmError):  # report the first error
@@ -162,6 +174,7 @@ class _Trainer:
     group: ProcessGroup
     data_check: Future[None]
     throttle: Throttle
+    reward: RewardFunction | None
     first: int = 0
     finished: int = 0
     current: int = 0
@@ -169,8 +182,8 @@ class _Trainer:
     peak_memory: int = 0
     model: Decoder = field(init=False)
     step: TrainStep = field(init=False)
-    batches: TrainBatches = field(init=False)
-    validation_data: TokenDataset = field(init=False)
+    batches: TrainBatches | GRPOBatches = field(init=False)
+    validation_data: TokenDataset = field(init=False)  # unless there is a reward function
     spike_detector: SpikeDetector = field(init=False)
     clock: RunClock = field(init=False)
     saver: CheckpointSaver = field(init=False)
@@ -182,7 +195,7 @@ class _Trainer:
         start_time, run, settings = now(), self.run, self.run.settings
         mx.reset_peak_memory()
         self.model = Decoder(run.config, dropout=settings.dropout)
-        self.model.init_weights(settings.seed)
+        self.model.init_weights(settings.seed, settings.parametrization)
         mx.random.seed(settings.seed)
         self.step = TrainStep(self.model, settings, self.group, make_loss(settings))
         checkpoint = run.load_checkpoint(self.step)
@@ -190,8 +203,11 @@ class _Trainer:
         self.first = self.finished = self.current = state.step
         self.best = state.best
         environment_warning = self.step.match_environment(checkpoint.get("environment"), micro_batches)
-        self.batches = open_batches(run.data, settings, self.group)
-        self.validation_data = open_validation(run.data, settings)
+        if self.reward is not None:
+            self.batches = GRPOBatches(run, self.model, self.tokenizer, self.reward)
+        else:
+            self.batches = open_batches(run.data, settings, self.group)
+            self.validation_data = open_validation(run.data, settings)
         uniform_loss = math.log(run.config.vocab_size)
         self.spike_detector = SpikeDetector(settings.spike_threshold, uniform_loss, state.spike_detector)
         forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
@@ -216,7 +232,7 @@ class _Trainer:
         yield self.started()
         for message in self.warnings:
             yield TrainingWarning(self.first, message)
-        with closing(prefetch(self.batches.read_step, count(self.first + 1))) as batches:
+        with closing(self.read_batches()) as batches:
             while True:
                 is_last = self.finished == clock.steps
                 if should_stop() and not is_last:  # what is due now, a resumed run does first
@@ -274,7 +290,7 @@ class _Trainer:
                 memory = platform.process_memory() if ON_CPU else mx.get_peak_memory()
                 step = Step(
                     self.finished, clock.steps, self.finished * tokens_per_step, loss.item(), learning_rate,
-                    grad_norm.item(), clock.rate(tokens_per_step), clock.step_seconds,
+                    grad_norm.item(), self.rate(), clock.step_seconds,
                     clock.seconds_left(self.finished), memory, {name: x.item() for name, x in metrics.items()},
                 )  # fmt: skip
                 yield step
@@ -290,6 +306,18 @@ class _Trainer:
                         on_step(step, lm)
                     clock.lap(None, self.finished)
         yield self.result()
+
+    def read_batches(self) -> Generator[Sequence[NamedArrays], None, None]:
+        """Yield the batches of each step that is left: read ahead, or sampled from the model when they are needed."""
+        numbers = count(self.first + 1)
+        if isinstance(self.batches, TrainBatches):
+            yield from prefetch(self.batches.read_step, numbers)
+            return
+        for number in numbers:
+            self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
+            with self.clock.measure_step():  # a part of the step
+                batches = self.batches.read_step(number)
+            yield batches
 
     def started(self) -> Started:
         """Return the event that begins the run."""
@@ -314,8 +342,16 @@ class _Trainer:
         return every > 0 and step > 0 and (step == steps or step % every == 0)
 
     def validate(self) -> Validation:
-        """Measure the loss on validation data, with the EMA weights if there are any."""
-        settings = self.run.settings
+        """Measure the loss on validation data, or the mean reward, with the EMA weights if there are any."""
+        settings, tokens = self.run.settings, self.finished * self.run.settings.tokens_per_step
+        if isinstance(self.batches, GRPOBatches):
+            with self.evaluation_model():
+                reward = self.batches.mean_reward()
+            is_best = self.best is None or -reward <= self.best["loss"]  # the latest of equal ones has learned more
+            if is_best:
+                self.best = {"step": self.finished, "loss": -reward, "bits_per_byte": None}
+            metrics = {"reward": reward}
+            return Validation(self.finished, tokens, -reward, math.nan, math.nan, is_best, metrics=metrics)
         with self.step.evaluation_weights():
             rows = -(-settings.batch_size // self.step.micro_batches)
             with expert_load(self.model.layers) as load:
@@ -332,7 +368,6 @@ class _Trainer:
         if self.finished == self.clock.steps and threshold and best["loss"] > uniform + threshold:
             problem = f"the best validation loss is {best['loss']:.2f}, that of a uniform distribution {uniform:.2f}"
             raise self.divergence_error(problem)
-        tokens = self.finished * settings.tokens_per_step
         scores = result.loss, result.perplexity, result.bits_per_byte
         return Validation(self.finished, tokens, *scores, is_best, busiest, result.metrics)
 
@@ -375,9 +410,13 @@ class _Trainer:
         elif event := self.saver.save(state, validation is not None):
             yield event
 
+    def rate(self) -> float:
+        """Tokens per second of the last steps; 0 if there are none, or if their answers have different lengths."""
+        return self.clock.rate(self.run.settings.tokens_per_step) if self.reward is None else 0.0
+
     def result(self) -> Finished:
         """Return the event that ends the run."""
-        rate = self.clock.rate(self.run.settings.tokens_per_step) if self.finished > self.first else None
+        rate = self.rate() if self.finished > self.first else None
         best, memory = self.best or {}, max(self.peak_memory, mx.get_peak_memory())
         loss, bits = best.get("loss"), best.get("bits_per_byte")
         return Finished(self.finished, self.clock.step_seconds, rate, loss, bits, memory, self.run.path)
@@ -391,16 +430,17 @@ class _Trainer:
 
 
 @contextmanager
-def _check_shards(data: Path) -> Iterator[Future[None]]:
-    """Compare the token shards in `data` with their digests, in a thread, while the first steps are trained.
+def _check_data(run: Run) -> Iterator[Future[None]]:
+    """Compare the token shards, or the prompts, with their digests, in a thread, while the first steps are trained.
 
     Protects from training on changed data: nothing is saved before the check has passed. Its result is a DataError, or
     None.
     """
+    verify = verify_shards if run.settings.grpo is None else verify_prompts
     stop = threading.Event()
     with ThreadPoolExecutor(1, "check data") as pool:
         try:
-            yield pool.submit(verify_shards, data, stop.is_set)
+            yield pool.submit(verify, run.data, stop.is_set)
         finally:
             stop.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlxlm.train.distillation import (
     loss_of_quantized,
     quantized_weights,
 )
+from mlxlm.train.grpo import grpo_loss
 from mlxlm.train.preference_losses import preference_loss
 from mlxlm.train.preferences import evaluate_pairs
 from mlxlm.train.settings import TrainSettings
@@ -50,6 +52,8 @@ class ValidationResult:
 
 def make_loss(settings: TrainSettings) -> Loss:
     """Return the loss of a run with these settings."""
+    if settings.grpo is not None:
+        return partial(grpo_loss, temperature=settings.grpo.temperature)
     if settings.has_pairs:
         loss = preference_loss(settings.loss, settings.beta)
     else:

@@ -2,41 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from mlxlm.backend.mlx import mx, optim
+from mlxlm.backend.mlx import mx, optim, tree_flatten
 from mlxlm.config import ModelConfig
+from mlxlm.config.mup import mup_factors
 from mlxlm.config.optimizers import OPTIMIZERS
+from mlxlm.model import Decoder
 from mlxlm.train.low_precision import LowPrecision, separate_kernels
 from mlxlm.train.settings import TrainSettings
 
 _MUON_MOMENTUM = 0.95  # Jordan et al. 2024; Liu et al. 2025
 _MUON_UPDATE_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al. 2025, 2.2)
 _MANY_EPOCHS = 16  # see `default_weight_decay`
+_MUP_LEARNING_RATE = 0.01  # of AdamW, at every size: that of the smallest models in `learning_rate_by_size`
+
+Filter = Callable[[str, mx.array], bool]  # whether an optimizer updates the weight of this name
 
 
-def make_optimizer(settings: TrainSettings) -> optim.MultiOptimizer:
-    """Build the optimizer that the settings name, for the weights of a `Decoder`.
+def make_optimizer(settings: TrainSettings, model: Decoder | None = None) -> optim.MultiOptimizer:
+    """Build the optimizer that the settings name, for the weights of `model`, which only µP needs.
+
+    With µP, weights with the same factor of the learning rate have optimizers of their own, with as much more weight
+    decay: a step's decay, learning rate times weight decay, is the same for all sizes (Wang & Aitchison 2024, "How to
+    set AdamW's weight decay as you scale model and dataset size").
+    """
+    if settings.parametrization == "standard":
+        optimizers, filters = _optimizers(settings)
+        return optim.MultiOptimizer(optimizers, filters[:-1])
+    assert model is not None
+    config, uses_muon = model.config, OPTIMIZERS[settings.optimizer].layer_matrices == "muon"
+
+    def factor_of(name: str, weight: mx.array) -> float:
+        return mup_factors(config, name, weight.ndim, uses_muon)[1]
+
+    def is_updated(factor: float, updates: Filter, name: str, weight: mx.array) -> bool:
+        return factor_of(name, weight) == factor and updates(name, weight)
+
+    factors = sorted({factor_of(*item) for item in tree_flatten(model.trainable_parameters())})
+    groups = [(factor, *pair) for factor in factors for pair in zip(*_optimizers(settings, factor), strict=True)]
+    filters = [partial(is_updated, factor, updates) for factor, _, updates in groups]
+    return _ScaledOptimizers([optimizer for _, optimizer, _ in groups], filters[:-1], [group[0] for group in groups])
+
+
+class _ScaledOptimizers(optim.MultiOptimizer):
+    """Several optimizers, each with a factor of the learning rate."""
+
+    def __init__(self, optimizers: list[optim.Optimizer], filters: list[Filter], factors: list[float]):
+        super().__init__(optimizers, filters)
+        self._factors = factors
+
+    @property
+    def learning_rate(self) -> mx.array:
+        """The learning rate without factors."""
+        return self.optimizers[0].learning_rate / self._factors[0]
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: mx.array) -> None:
+        for optimizer, factor in zip(self.optimizers, self._factors, strict=True):
+            optimizer.learning_rate = learning_rate * factor
+
+
+def _optimizers(settings: TrainSettings, factor: float = 1.0) -> tuple[list[LowPrecision], list[Filter]]:
+    """Return optimizers, and which weights each updates unless an earlier one does, for a factor of the learning rate.
 
     Weight decay applies to matrices only: pulling norms and biases to zero has no regularizing effect (nanoGPT and
     GPT-3 do the same). Muon updates the matrices of the layers; AdamW updates embeddings, head and vectors (Jordan et
     al. 2024).
     """
     spec = OPTIMIZERS[settings.optimizer]
-    arguments = dict(spec.arguments)
+    arguments, weight_decay = dict(spec.arguments), (settings.weight_decay or 0.0) / factor
     if spec.beta2 is not None:
         arguments["betas"] = [settings.beta1, settings.beta2]
     optimizer = {"AdamW": AdamW, "Lion": Lion, "Adafactor": Adafactor}[spec.mlx_class]
     optimizers: list[LowPrecision] = [
-        optimizer(settings.learning_rate, weight_decay=w, **arguments) for w in (settings.weight_decay, 0.0)
+        optimizer(settings.learning_rate, weight_decay=w, **arguments) for w in (weight_decay, 0.0)
     ]
-    filters = [lambda _name, weight: weight.ndim >= 2]
+    filters: list[Filter] = [lambda _name, weight: weight.ndim >= 2, lambda _name, _weight: True]
     if spec.layer_matrices == "muon":
-        optimizers.insert(0, Muon(settings.learning_rate, settings.weight_decay or 0.0))
+        optimizers.insert(0, Muon(settings.learning_rate, weight_decay))
         filters.insert(0, lambda name, weight: weight.ndim >= 2 and ".layers." in name)
     for each in optimizers:
         each.state_dtype = settings.optimizer_state
-    return optim.MultiOptimizer(optimizers, filters)
+    return optimizers, filters
 
 
 class _AdamW(optim.AdamW):
@@ -109,7 +159,7 @@ def default_weight_decay(optimizer: str, epochs: float) -> float:
     return 10 * usual if epochs > _MANY_EPOCHS else usual
 
 
-def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> float:
+def default_learning_rate(config: ModelConfig, optimizer: str = "adamw", parametrization: str = "standard") -> float:
     """Return the default peak learning rate: `learning_rate_by_size`, a third of it for post-norm models.
 
     Norms after the addition need a lower rate (Xiong et al. 2020). With them a run of 200 steps may still learn nothing
@@ -117,6 +167,8 @@ def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> floa
     (pre-norm: 3.55), 12 layers 4.65 (4.03), 24 layers 5.39. The warmup matters as much: 3 layers at the whole rate stay
     at 5.40 with 50 warmup steps and reach 3.68 with 100.
     """
+    if parametrization == "mup":
+        return OPTIMIZERS[optimizer].lr_scale * _MUP_LEARNING_RATE
     rate = learning_rate_by_size(config.active_parameter_count(), optimizer)
     return rate / 3 if config.layer_norms.after_addition else rate
 

@@ -34,6 +34,7 @@ from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_c
 from mlxlm.utils.json_files import read_json, write_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
+RECIPE_FILE = "recipe.json"  # of a run on the built-in corpus, see `mlxlm.experiments.receipt`
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,18 @@ class Run:
         _write_run_file(self.path, settings, str(location), self.data_digest)
 
     @property
-    def is_finetuning(self) -> bool:
-        """Whether it fine-tunes a model. Then its log begins with `Conversations` or `Preferences`."""
-        return next(read_log_entries(self.log_file), {}).get("event") in ("conversations", "preferences")
+    def command(self) -> str:
+        """The command of mlxlm that began it: "pretrain", "finetune" or "grpo". The first event of the log tells."""
+        first = next(read_log_entries(self.log_file), {}).get("event")
+        commands = {"conversations": "finetune", "preferences": "finetune", "prompts": "grpo"}
+        return commands.get(str(first), "pretrain")
 
     @property
     def resume_command(self) -> str:
         """The command that continues this run."""
-        name = "finetune" if self.is_finetuning else "pretrain"
-        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
+        name = "speedrun" if (self.path / RECIPE_FILE).is_file() else self.command
+        reward = f" --reward {shlex.quote(self.settings.grpo.reward or 'FILE')}" if self.settings.grpo else ""
+        return f"mlxlm {name} --resume {shlex.quote(str(self.path))}{reward}"
 
     def worker_config(self) -> dict[str, Any]:
         """Return what a process on another machine needs to take part, as JSON values."""
@@ -338,17 +342,22 @@ def repeat_run(out: Path | str, original: Run) -> Run:
         DataError: The data of `original` has changed or is gone.
     """
     events = [entry["event"] for entry in read_log_entries(original.log_file)]
-    if original.is_finetuning or "initialized" in events:
+    if original.command != "pretrain" or "initialized" in events:
         problem = f"{original.path} started from a model, and only runs from scratch can be repeated"
         raise CheckpointError(problem, "the command that started it with --steps, which repeats itself")
     original.check_data()
-    if "finished" not in events:
-        raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
-    settings = replace(original.settings, steps=events.count("step"), time_limit=None, repeat_plan=REPEAT_PLAN_FILE)
-    run = Run.create(out, original.config, settings, load(original.path), original.data)
+    run = Run.create(out, original.config, repeat_settings(original), load(original.path), original.data)
     with os_errors_as(CheckpointError, "write", run.path):
         shutil.copyfile(original.log_file, run.path / REPEAT_PLAN_FILE)
     return run
+
+
+def repeat_settings(original: Run) -> TrainSettings:
+    """Return the settings that repeat a finished run step by step. Raises CheckpointError if it hasn't finished."""
+    events = [entry["event"] for entry in read_log_entries(original.log_file)]
+    if "finished" not in events:
+        raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
+    return replace(original.settings, steps=events.count("step"), time_limit=None, repeat_plan=REPEAT_PLAN_FILE)
 
 
 def read_repeat_plan(run: Run) -> tuple[list[float], frozenset[int]]:

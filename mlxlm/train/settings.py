@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxlm.config.mup import PARAMETRIZATIONS
 from mlxlm.config.numbers import is_int
 from mlxlm.config.optimizers import OPTIMIZERS, STATE_DTYPES, OptimizerSpec
 from mlxlm.config.option import option, range_problems
@@ -38,7 +39,35 @@ _validation = partial(option, section="Validation and samples")
 _checkpoints = partial(option, section="Checkpoints")
 _data = partial(option, section="Data")
 _distillation = partial(option, section="Distillation")
+_grpo = partial(option, section="Answers and rewards")
 _MAX_SEQ_LENGTH = "the model's context up to 512; or by time limit"
+
+
+@dataclass(frozen=True)
+class GRPOOptions:
+    """How GRPO samples answers and learns from their rewards. See `mlxlm.train.grpo`.
+
+    Attributes:
+        reward: Where the reward function was, for the reader of a report; nothing is executed from here.
+
+    Raises:
+        ConfigError: Naming every option that can't work.
+    """
+
+    num_generations: int = _grpo(8, "Answers to each prompt: the size of a group.", common=True, low=2)
+    max_tokens: int = _grpo(256, "Tokens of an answer, at most.", common=True, low=1, names="-n --max-tokens")
+    temperature: float = _grpo(1.0, "Sampling temperature of the answers.", low=0.001, high=100)
+    loss_type: str = _grpo(
+        "dapo",
+        "How the length of an answer counts: dapo gives each token of a step the same weight, grpo each answer; "
+        "dr_grpo divides by the maximum length, and doesn't divide rewards by their standard deviation.",
+        choices=("dapo", "grpo", "dr_grpo"),
+    )
+    reward: str = ""
+
+    def __post_init__(self) -> None:
+        if problems := list(range_problems(self)):
+            raise ConfigError("invalid GRPO options: " + "; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -46,6 +75,9 @@ class TrainSettings:
     """How to train. One step sees `grad_accumulation_steps` x `batch_size` sequences of `max_seq_length` tokens.
 
     Attributes without a section in their declaration aren't on the command line.
+
+    Attributes:
+        grpo: Of a run with a reward function. Its sequences are prompts with their answers.
 
     Raises:
         ConfigError: Naming every setting that can't work.
@@ -76,6 +108,11 @@ class TrainSettings:
         "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
         common=True,
         choices=tuple(OPTIMIZERS),
+    )
+    parametrization: str = _optimizer(
+        "standard",
+        "Parametrization; with mup, the best learning rate of a small model is that of a large one.",
+        choices=PARAMETRIZATIONS,
     )
     lr_schedule: str = _optimizer(
         "cosine",
@@ -161,8 +198,11 @@ class TrainSettings:
         choices=(REPEAT_PLAN_FILE,),
         valid=f"{REPEAT_PLAN_FILE} or null",
     )
+    grpo: GRPOOptions | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.grpo, Mapping):  # of `to_dict`
+            object.__setattr__(self, "grpo", GRPOOptions(**self.grpo))
         for name in ("weight_decay", "beta1", "beta2"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self._optimizer_spec, name, None))
@@ -268,6 +308,10 @@ class TrainSettings:
         warmup, steps = self.warmup_steps, self.steps
         if not by_clock and is_int(warmup) and is_int(steps) and warmup >= steps > 0:
             yield f"warmup_steps is {warmup}, it must be less than steps, which is {steps}"
+        if self.grpo is not None and is_int(self.batch_size) and is_int(self.grad_accumulation_steps):
+            size = self.grpo.num_generations
+            if self.rows_per_step % size:
+                yield f"a step has {self.rows_per_step} answers, it must be a multiple of num_generations, {size}"
 
 
 @dataclass(frozen=True)

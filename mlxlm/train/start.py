@@ -15,6 +15,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import Checkpoint, open_tokenizer
 from mlxlm.config import ModelConfig
+from mlxlm.config.mup import check_mup
 from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, prepare, total_bytes
 from mlxlm.data.manifest import prepared_source
 from mlxlm.data.preparation import Encode, training_texts
@@ -142,7 +143,7 @@ def start_run(
             with phase(MEASURING_LABEL, None):
                 token_seconds = seconds_per_token(untrained, budget.compute_seconds_left(), values, processes)
     limited = None
-    if timed and not prepared:
+    if timed and budget.counts_preparation and not prepared:
 
         def prepare_sample(sample: DataOptions, folder: Path) -> None:
             fewer = replace(options, vocab_size=None)  # a sample may not support as many tokens
@@ -153,6 +154,8 @@ def start_run(
 
     with working_folder(out) as workspace:
         shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
+        if not budget.counts_preparation:
+            budget = replace(budget, start_time=time.monotonic())
         if config is not None and base is None:
             config = with_tokenizer(config, run_tokenizer)
         config, values, choice = _choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
@@ -160,7 +163,7 @@ def start_run(
         config = _model_to_train(config, draft.per_process(processes), base)
         check_shards(shards, run_tokenizer, draft.max_seq_length)
         config = _set_chat_template(run_tokenizer, config, shards, base)
-        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
+        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer, draft.parametrization))
         num_rows = count_rows(shards, draft)
         if not timed:
             one_epoch = -(-num_rows // draft.rows_per_step) if base and budget.tokens is None else None
@@ -260,12 +263,19 @@ def _model_to_train(config: ModelConfig, settings: TrainSettings, base: Checkpoi
     """Return the configuration to train, without `base` with a context of the sequence length, and not quantized.
 
     Raises:
-        ConfigError: The machine lacks the memory for it.
+        ConfigError: It can't be trained here.
     """
     context = settings.max_seq_length if base is None else config.max_position_embeddings
     config = config.with_changes(max_position_embeddings=context, quantization=None)
-    check_memory(config, settings, preset="--preset" if base is None else "")
+    check_trainable(config, settings, preset="--preset" if base is None else "")
     return config
+
+
+def check_trainable(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
+    """Raise ConfigError if µP has no rule for the model, or the machine lacks the memory to train it."""
+    if settings.parametrization == "mup":
+        check_mup(config, settings.optimizer)
+    check_memory(config, settings, preset=preset)
 
 
 def count_rows(shards: Path, settings: TrainSettings) -> int:

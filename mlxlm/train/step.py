@@ -112,7 +112,7 @@ class TrainStep:
             experts.router_aux_loss, experts.router_z_loss = settings.router_aux_loss, settings.router_z_loss
         param_dtype = getattr(mx, settings.param_dtype)
         model.update(tree_map(lambda weight: weight.astype(param_dtype), model.trainable_parameters()))
-        self._optimizer = make_optimizer(settings)
+        self._optimizer = make_optimizer(settings, model)
         self._optimizer.init(model.trainable_parameters())
         weights = self._parameters()
         self._ema = {n: w.astype(mx.float32) + 0 for n, w in weights.items()} if settings.ema_decay else {}

@@ -7,14 +7,17 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
+from mlxlm.utils.bounded_reads import decode_utf8, open_regular, read_bytes
 from mlxlm.utils.errors import CONTROLS, ConfigError, MlxlmError
 from mlxlm.utils.files import write_bytes
 
 _MAX_BYTES = 4 << 20  # parsed JSON takes 20 times that; quantization settings for thousands of layers have 1 MB
+_MAX_LINE = 1 << 24  # bytes
 _ESCAPED = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # UTF-8 has no lone surrogates
 
 
@@ -39,6 +42,31 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Read a JSON file that contains an object."""
     return _check_object(read_json(path, max_bytes, error_type, hint), str(path), error_type, hint)
+
+
+def read_json_lines(
+    path: Path | str,
+    error_type: type[MlxlmError],
+    hint: str | None = None,
+    advance: Callable[[int], None] = lambda _num_bytes: None,
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the number, from 1, the location ("FILE, line N") and the object of each line that isn't blank.
+
+    Args:
+        path: File of JSON lines.
+        error_type: The error for a file that can't be read and for a line that isn't a JSON object, which it names.
+        hint: The hint of that error.
+        advance: Called with the number of bytes of each line.
+    """
+    path = Path(path)
+    with open_regular(path, error_type) as file:
+        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE + 1), b""), start=1):
+            location = f"{path}, line {number}"
+            if len(line) > _MAX_LINE:
+                raise error_type(f"{location} is longer than {_MAX_LINE} bytes", hint)
+            advance(len(line))
+            if line.strip():
+                yield number, location, parse_json_object(line, location, error_type, hint)
 
 
 def parse_json(

@@ -50,7 +50,7 @@ def test_commands_that_take_long_keep_the_machine_awake(monkeypatch):
     assert CliRunner().invoke(command, []).exit_code == 0 and held == ["awake", "works", "may sleep"]
     assert CliRunner().invoke(command, ["--allow-sleep"]).exit_code == 0 and held[3:] == ["works"]
     names = {p.id for p in leaf_commands() if any(o.name == "allow_sleep" for o in p.values[0].params)}
-    training = {"pretrain", "finetune", "scaling", "compare-architectures", "quickstart", "models verify"}
+    training = {"pretrain", "finetune", "scaling", "sweep", "compare-architectures", "quickstart", "models verify"}
     assert names == training | {"serve", "quantize"}
 
 

@@ -133,11 +133,11 @@ def test_a_stop_in_the_last_step_of_a_run_ends_the_sweep(monkeypatch, capsys):
         return Finished(1, 1.0, 1.0, 1.0, 1.0, 1, run)
 
     monkeypatch.setattr(training, "run_training", stops_in_its_last_step)
-    monkeypatch.setattr("mlxlm.experiments.sweep.is_finished", lambda run: False)
+    monkeypatch.setattr("mlxlm.experiments.run_group.is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
     sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=Path("my grid"))
     with click.Context(click.Command("scaling")):
-        assert training.train_sweep(sweep, runs) == ([], 143) and made == ["one"]
+        assert training.train_sweep(sweep, runs, len(runs)) == ([], 143) and made == ["one"]
     assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "mlxlm scaling --resume 'my grid'"]
 
 
@@ -148,9 +148,9 @@ def test_a_finished_run_gets_its_report(monkeypatch, tmp_path, has_report):
         (tmp_path / REPORT_FILE).write_text("")
     trained = []
     monkeypatch.setattr(training, "run_training", lambda run, **_: trained.append(run) or Finished(*[1] * 6, run.path))
-    monkeypatch.setattr("mlxlm.experiments.sweep.is_finished", lambda run: True)
+    monkeypatch.setattr("mlxlm.experiments.run_group.is_finished", lambda run: True)
     run = SimpleNamespace(path=tmp_path)
     sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=tmp_path)
     with click.Context(click.Command("scaling")):
-        assert training.train_sweep(sweep, [("one", lambda: run)]) == ([], 0)
+        assert training.train_sweep(sweep, [("one", lambda: run)], 1) == ([], 0)
     assert trained == ([] if has_report else [run])

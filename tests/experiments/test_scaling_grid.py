@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlxlm.cli.main import _run
+from mlxlm.experiments.run_group import is_finished
 from mlxlm.experiments.scaling_grid import TRAINING_FRACTION, Grid, GridOptions, fit_to_time, start_grid
-from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.plan.scaling_law import ScalingLaw
 from mlxlm.train import Run

@@ -277,8 +277,8 @@ def test_training_starts_during_the_check_and_saving_waits(new_run, monkeypatch,
             raise DataError(f"{folder} has changed")
 
     @contextmanager
-    def check_shards(data, real=loop._check_shards):
-        with real(data) as check:
+    def check_data(run, real=loop._check_data):
+        with real(run) as check:
 
             def result():
                 go.set()  # something waits for the check
@@ -287,7 +287,7 @@ def test_training_starts_during_the_check_and_saving_waits(new_run, monkeypatch,
             yield SimpleNamespace(done=check.done, result=result)
 
     monkeypatch.setattr(loop, "verify_shards", slow)
-    monkeypatch.setattr(loop, "_check_shards", check_shards)
+    monkeypatch.setattr(loop, "_check_data", check_data)
     steps = []
     with pytest.raises(DataError, match="has changed"):
         for event in train(run, load(run.path)):

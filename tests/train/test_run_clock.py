@@ -174,7 +174,7 @@ def test_data_check_does_not_count_as_saving(new_run, monkeypatch):
         costs.append(self._seconds["save"])
 
     check = nullcontext(SimpleNamespace(done=lambda: False, result=wait))
-    monkeypatch.setattr("mlxlm.train.loop._check_shards", lambda data: check)
+    monkeypatch.setattr("mlxlm.train.loop._check_data", lambda data: check)
     monkeypatch.setattr(RunClock, "lap", record)
     finish(run, now=now, stop_at=12)
     assert waited and 0 < max(costs) < 1
@@ -229,7 +229,7 @@ def test_pretraining_on_answers_only_is_no_fine_tuning(new_run):
     run = new_run("answers", mask_prompt=True, packing="best-fit")
     assert run.resume_command == f"mlxlm pretrain --resume {run.path}"
     finish(run, stop_at=2)
-    assert not run.is_finetuning
+    assert run.command == "pretrain"
 
 
 def test_repeat_checks_the_data(stopped, tmp_path):

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from mlxlm.data.small_world.tasks import KINDS, NAMES, Turn
@@ -16,6 +17,7 @@ from mlxlm.utils.json_files import json_line
 # Of fixed questions and answers, nothing can be held out.
 EVALUATED_KINDS = tuple(kind for kind in KINDS if kind not in ("small talk", "unknown"))
 
+_HELD_OUT_QUESTIONS = 100  # of each kind; some have fewer
 _CAREFUL = 0.8  # of the questions have a capital letter and a punctuation mark
 _MAX_TRIES = 5_000  # for a new question, before all are taken to be known
 
@@ -84,6 +86,13 @@ def held_out_questions(kind: str, seed: int = 0) -> Iterator[Turn]:
             seen.add(turn.question)
             tries = 0
             yield turn
+
+
+def held_out_conversations() -> Iterator[list[Turn]]:
+    """Yield conversations about held-out questions: up to 100 of each kind, always the same."""
+    for kind in EVALUATED_KINDS:
+        for turn in islice(held_out_questions(kind), _HELD_OUT_QUESTIONS):
+            yield [turn, *turn.follow_ups]
 
 
 def is_right(turn: Turn, answer: str) -> bool:

@@ -10,8 +10,9 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import _run
 from mlxlm.data import DataOptions, TokenDataset, prepare
-from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
-from mlxlm.experiments.sweep import is_finished
+from mlxlm.experiments.run_group import is_finished
+from mlxlm.experiments.sweep import Comparison
+from mlxlm.experiments.variant import Variant
 from mlxlm.tokenizer import load
 from mlxlm.train import Budget, Finished, Stopped, TokenizerOptions, start_run
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
@@ -29,7 +30,7 @@ TINY = [
 def start(tmp_path, text_file, tiny_config, tokenizer_folder):
     def make(name="out", variants=VARIANTS, **changes):
         arguments = {"tokenizer": tokenizer_folder, "settings": SETTINGS, **changes}
-        return start_comparison(tmp_path / name, [text_file], tiny_config, variants, **arguments)
+        return Comparison.start(tmp_path / name, [text_file], tiny_config, variants, **arguments)
 
     return make
 
@@ -37,18 +38,18 @@ def start(tmp_path, text_file, tiny_config, tokenizer_folder):
 def test_special_tokens_are_those_of_the_tokenizer(tmp_path, text_file, tiny_config, tokenizer_folder):
     config = tiny_config.with_changes(vocab_size=9000, bos_token_id=8000, eos_token_id=[8001, 8002], pad_token_id=8003)
     settings = {"tokenizer": tokenizer_folder, "settings": SETTINGS}
-    comparison = start_comparison(tmp_path / "out", [text_file], config, VARIANTS, **settings)
+    comparison = Comparison.start(tmp_path / "out", [text_file], config, VARIANTS, **settings)
     run = start_run(
         tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS
     )
     tokenizer = load(tokenizer_folder)
-    assert comparison.open_run(comparison.variants[0]).config.eos_token_id == tokenizer.eos_token_id
+    assert comparison.open_run(next(comparison.trials())).config.eos_token_id == tokenizer.eos_token_id
     assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_token_id
 
 
 def train_all(comparison):
-    for variant in comparison.variants:
-        run = comparison.open_run(variant)
+    for trial in comparison.trials():
+        run = comparison.open_run(trial)
         if not is_finished(run):
             assert isinstance(finish(run, resume=True)[-1], Finished)
     return comparison
@@ -57,7 +58,7 @@ def train_all(comparison):
 @pytest.mark.parametrize(
     ("variants", "message"),
     [
-        (["base"], "needs two variants or more"),
+        (["base"], "two variants are needed"),
         (["base", "base"], "two variants are called base"),
         (["base", "data: norm=layer"], "a variant can't be called data"),
         (["base", "Base: norm=layer"], "two variants are called base"),  # of macOS
@@ -85,7 +86,7 @@ def test_impossible_variants_are_rejected(start, tmp_path, variants, message):
 
 
 def check_same_tokens(comparison):
-    rope, post = (comparison.open_run(variant) for variant in comparison.variants)
+    rope, post = (comparison.open_run(trial) for trial in comparison.trials())
     assert rope.data == post.data == comparison.data and rope.data_digest == post.data_digest
     differences = {"dropout": 0.1, "learning_rate": pytest.approx(rope.settings.learning_rate / 3, rel=0.01)}
     assert post.settings.to_dict() == {**rope.settings.to_dict(), **differences}
@@ -104,7 +105,7 @@ def check_same_tokens(comparison):
 def test_train_stop_and_continue(start):
     whole, parts = train_all(start("whole")), start("parts")
     check_same_tokens(whole)
-    assert finish(parts.open_run(parts.variants[0]), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
+    assert finish(parts.open_run(next(parts.trials())), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
     (stopped,) = parts.results()
     assert (stopped.step, stopped.finished, stopped.memory) == (3, False, None)
     assert (again := Comparison.open(parts.path)) == parts
@@ -131,44 +132,46 @@ def test_train_stop_and_continue(start):
 def test_budgets(start, tmp_path, text_file, tokenizer_folder):
     settings = {name: value for name, value in SETTINGS.items() if name != "steps"}
     other = [Variant.parse("base"), Variant.parse("x: optimizer=adafactor")]  # which has no beta2 to share
-    assert start("tokens", other, budget=Budget(tokens=1000), settings=settings).settings["steps"] == 16  # of 64 tokens
-    assert start("minutes", budget=Budget(minutes=0.02), settings=settings).settings["steps"] > 0
+    tokens = start("tokens", [*other, Variant.parse("batch_size=8")], budget=Budget(tokens=1000), settings=settings)
+    assert [tokens.steps(variant, 0) for variant in tokens.variants] == [16, 16, 8]  # of 64, 64 and 128 tokens
+    timed = start("minutes", budget=Budget(minutes=0.3), settings={"max_seq_length": 16})
+    assert timed.steps(timed.variants[0], 0) >= 20 and "batch_size" in timed.settings
+    with pytest.raises(ConfigError, match=r"would see \d+ tokens, too few .try: `minutes=\d+`, or fewer variants"):
+        start("short", budget=Budget(minutes=0.05), settings={**settings, "batch_size": 4096})
     warm = start("warm", budget=Budget(tokens=1000), settings={**settings, "warmup_steps": 3})
-    assert warm.open_run(warm.variants[0]).settings.warmup_steps == 3
+    assert warm.open_run(next(warm.trials())).settings.warmup_steps == 3
     with pytest.raises(ConfigError, match="tokens and steps each say how long"):
         start("both", budget=Budget(tokens=1000))
     prepare(DataOptions([text_file]), load(tokenizer_folder), tmp_path / "prepared")
-    prepared = start_comparison(
+    prepared = Comparison.start(
         tmp_path / "own", [tmp_path / "prepared"], start("other").config, VARIANTS, settings=SETTINGS
     )
     assert prepared.data == tmp_path / "prepared" and not (tmp_path / "own/data").exists()
-    assert len(TokenDataset.open(prepared.open_run(VARIANTS[0]).data, "train")) > 0
+    assert len(TokenDataset.open(prepared.open_run(next(prepared.trials())).data, "train")) > 0
     with pytest.raises(DataError, match="stdin can be read only once"):
-        start_comparison(tmp_path / "stdin", ["-"], prepared.config, VARIANTS, settings=SETTINGS)
+        Comparison.start(tmp_path / "stdin", ["-"], prepared.config, VARIANTS, settings=SETTINGS)
 
 
-def test_command(tmp_path, text_file, capsys, monkeypatch):
+def test_command(tmp_path, text_file, capsys):
     out = str(tmp_path / "out")
     command = ["compare-architectures", str(text_file), "--out", out, *TINY, "--eval-every", "2"]
     variants = ["--variant", "rope", "--variant", "a$_{b$: hidden_size=48, intermediate_size=40, positions=alibi"]
     assert _run([*command, *variants]) == 0
     table, stderr = capsys.readouterr()
     lines = table.splitlines()
-    assert lines[0].split()[:2] == ["variant", "parameters"] and lines[-1] == f"{out}/comparison.png"
-    assert [line.split()[0] for line in lines[1:-1]] == ["rope", "a$_{b$"]
-    assert "% more parameters than a$_{b$, which is a part of its result" in stderr
-    assert "each variant has one seed" in stderr
+    assert lines[0].split()[:3] == ["variant", "round", "parameters"] and lines[-1] == f"{out}/sweep.html"
+    assert {line.split()[0] for line in lines[1:-1]} == {"rope", "a$_{b$"}
+    assert "no two variants have several seeds" in stderr
     assert "a$_{b$: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in stderr
     picture = matplotlib.image.imread(f"{out}/comparison.png")
     colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # both curves
-    monkeypatch.setattr("mlxlm.experiments.architecture_comparison.plot_runs", lambda runs, path: None)
     assert _run(["compare-architectures", "--resume", out, "--json"]) == 0
     stdout, stderr = capsys.readouterr()
     values = json.loads(stdout)
     assert stderr.count("already finished") == 2
-    assert [v["name"] for v in values["variants"]] == ["rope", "a$_{b$"] and len(values["notes"]) == 3
-    assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
+    assert [v["name"] for v in values["runs"]] == ["rope", "a$_{b$"] and len(values["notes"]) == 2
+    assert all(v["finished"] and v["tokens"] == 128 for v in values["runs"])
     for options, problem in (
         (["--resume", out, "--steps", "5"], "own data and settings: --steps can't be given"),
         ([], "or --resume FOLDER"),
@@ -182,7 +185,7 @@ def test_failing_variant_does_not_stop_the_others(tmp_path, text_file, capsys):
     variants = ["--variant", "wild: learning_rate=1e9, grad_clip=0, warmup_steps=0", "--variant", "base", "--json"]
     assert _run([*command, *variants]) == 1
     values = json.loads(capsys.readouterr().out)
-    wild, base = values["variants"]
+    wild, base = values["runs"]
     assert not wild["finished"] and base["finished"] and values["notes"][0].startswith("wild: stopped at step ")
 
 
@@ -219,7 +222,7 @@ def test_parse():
         ("wide", "variant 'wide' changes nothing .try: \"wide: NAME=VALUE\", or base"),
         ("wide:", "'wide:' is not a variant"),
         ("x: dropout=many", "variant x: dropout is 'many' .try: a number"),
-        ("x: batch_size=4", "variant x: batch_size can't differ between variants .try: one budget"),
+        ("x: steps=4", "variant x: steps can't differ between variants .try: one budget"),
         ("x: norm=layer,", "variant x: '' sets nothing"),
         ("x: seed=1, seed=2", "variant x: seed is set to both 1 and 2"),
     ],
