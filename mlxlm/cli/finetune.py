@@ -33,6 +33,7 @@ from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.config.option import options_of
 from mlxlm.data import Chunk, Document
 from mlxlm.data.options import DataOptions
+from mlxlm.data.pairs import REJECTED
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.utils.formatting import printable
@@ -167,7 +168,8 @@ def _print_rows(rows: Iterable[tuple[Document, Chunk]], tokenizer: Tokenizer) ->
                 text.append(f"·{shown}" if n and not loss_mask[n - 1] else shown)
             if token.endswith("\n"):
                 text.append("\n")
-        counts = f"{len(chunk.ids)} tokens, {sum(loss_mask)} learned"
+        is_rejected = chunk.loss_mask is not None and chunk.loss_mask.max() == REJECTED
+        counts = f"{len(chunk.ids)} tokens, {sum(loss_mask)} {'of the rejected answer' if is_rejected else 'learned'}"
         heading = Text(printable(f"{document.location} ({document.format}): {counts}"), "bold")
         console.print(heading, text, "", sep="\n", soft_wrap=True)
     if in_color:
