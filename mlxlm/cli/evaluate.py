@@ -35,7 +35,6 @@ from mlxlm.data import Document
 from mlxlm.data.sources import read_documents, total_bytes, unseekable_source
 from mlxlm.data.text import BadInput
 from mlxlm.report import REPORT_FILE
-from mlxlm.train.run import Run
 from mlxlm.utils.errors import DataError, os_errors_as
 from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_seconds
@@ -233,6 +232,8 @@ def _evaluate_suite(
             render.result("")
             print_checkpoints(results)
     if is_run:
+        from mlxlm.train import Run
+
         run = Run.open(model)
         run.write_plots()
         render.say(f"the curves are in {run.path / REPORT_FILE}")

@@ -81,7 +81,7 @@ def test_the_help_lists_every_command_on_one_line_of_80_columns(capsys):
         ("finetune a.jsonl --out b", "error: MODEL is missing"),
         ("finetune", "error: MODEL, DATA and --out are missing"),
         ("pretrain a.txt", "error: --out is missing"),
-        ("finetune --resume a --steps 9", "--steps can't be given (try: mlxlm finetune --resume a; or another --out)"),
+        ("finetune --resume a --beta 1", "--beta can't be given (try: mlxlm finetune --resume a; or another --out)"),
         ("pretrain a.txt --resume b", "DATA can't be given (try: mlxlm pretrain --resume b; or another --out)"),
         ("convert a --quiet", "error: no option --quiet\n"),
         ("models --output x", "error: no option --output\n"),
