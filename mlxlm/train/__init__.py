@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mlxlm.train.run import Run, repeat_run
     from mlxlm.train.settings import GRPOOptions, TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
-    from mlxlm.train.start_grpo import start_grpo
+    from mlxlm.train.grpo_start import start_grpo
     from mlxlm.train.step_benchmark import Probe, probe
     from mlxlm.train.throttle import PowerPolicy
     from mlxlm.train.trackers import check_trackers

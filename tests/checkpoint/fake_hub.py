@@ -68,12 +68,12 @@ class FakeHub:
                 name = re.fullmatch(r"(?:/datasets)?/[^/]+/[^/]+/resolve/[^/]+/(.+)", self.path)
                 if name is not None:
                     self.send_file(name[1], with_body)
-                elif tree := re.match(r"/api/\w+/owner/name/tree/[^/?]+/?([^?]*)(.*)", self.path):
-                    self.send_tree(*tree.groups())
                 elif re.match("/api/datasets/(?!owner/name)", self.path):
                     gated = "/gated" in self.path
                     headers = {"X-Error-Code": "GatedRepo" if gated else "RepoNotFound"}
                     self.send_json({}, 403 if gated else 404, headers)
+                elif tree := re.match(r"/api/\w+/[^/]+/[^/]+/tree/[^/?]+/?([^?]*)(.*)", self.path):
+                    self.send_tree(*tree.groups())
                 elif self.path.startswith(("/api/models/", "/api/datasets/")):
                     ids = dict.fromkeys(("id", "modelId"), "owner/name")
                     siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
