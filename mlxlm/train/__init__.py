@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from mlxlm.train.extend import extend_run, start_decay_branch
     from mlxlm.train.finetune import first_rows, start_finetune
     from mlxlm.train.grpo import RewardError, RewardFunction
+    from mlxlm.train.grpo_start import start_grpo
     from mlxlm.train.loop import train
     from mlxlm.train.run import Run, repeat_run
     from mlxlm.train.settings import GRPOOptions, TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
-    from mlxlm.train.grpo_start import start_grpo
     from mlxlm.train.step_benchmark import Probe, probe
     from mlxlm.train.throttle import PowerPolicy
     from mlxlm.train.trackers import check_trackers
