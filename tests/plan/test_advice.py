@@ -88,7 +88,7 @@ def test_memory_of_the_device(info, monkeypatch):
     check_memory(config, settings)
 
 
-@pytest.mark.parametrize("memory", [150, 160, 200, 250, 300, 350, 500, 700, 900, 1100])
+@pytest.mark.parametrize("memory", [160, 180, 200, 250, 300, 350, 500, 700, 900, 1100])
 def test_every_suggested_change_is_needed(memory):
     """Each change taken back, or a batch twice as large, is too much."""
     config, there = load_preset("5m"), 0.9 * memory * 10**6
