@@ -158,14 +158,18 @@ def chunked_loss(
         shared: Number of the last arguments that aren't divided into rows.
     """
 
+    def summed(*arrays: mx.array) -> tuple[list[mx.array], mx.array]:
+        results, logit_grads = chunk(*arrays)
+        return [x.sum() for x in results], logit_grads
+
     @mx.custom_function
     def loss(*arrays: mx.array) -> tuple[mx.array, ...]:
-        results, gradients = _chunked(list(arrays), chunk, rows, training, shared)
-        return *(sum(x.sum() for x in column) for column in zip(*results, strict=True)), *gradients
+        results, gradients = _chunked(list(arrays), summed, rows, training, shared)
+        return *map(sum, zip(*results, strict=True)), *gradients
 
     @loss.vjp
     def loss_vjp(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
-        gradients = outputs[-2:] if training else _chunked(primals, chunk, rows, True, shared)[1]
+        gradients = outputs[-2:] if training else _chunked(primals, summed, rows, True, shared)[1]
         scaled = [(cotangents[0] * g).astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
         return scaled + [mx.zeros_like(x) for x in primals[2:]]
 
@@ -184,9 +188,7 @@ def _unreduced(rows: int, softcap: float | None) -> Callable[..., mx.array]:
 
     @losses.vjp
     def losses_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> list[mx.array]:
-        gradients = _chunked([*primals, cotangent], chunk, rows, training=True)[
-            1
-        ]  # the cotangents are weights of a sum
+        _, gradients = _chunked([*primals, cotangent], chunk, rows, training=True)  # as weights of a sum
         scaled = [g.astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
         return [*scaled, mx.zeros_like(primals[2])]
 

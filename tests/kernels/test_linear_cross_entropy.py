@@ -157,7 +157,7 @@ def test_all_logits_are_never_in_memory():
 
     logits = 4 * n * v
     assert peak(mx.compile(whole), *arrays) > 2 * logits
-    assert peak(mx.compile(chunked), *arrays) < logits / 2.5
+    assert peak(mx.compile(chunked), *arrays) < logits / 3
     assert peak(chunked, *arrays) < logits / 3
 
 
