@@ -223,8 +223,8 @@ class Receipt:
 
         Yields:
             A comparison each for the corpus, the tokens and the losses of the steps that are done; of a finished run
-            also for the weights and, as far as the receipt has them, the bits per byte of the held-out answers and the
-            quantized model, which is written into the run.
+            also for the weights; and for the bits per byte of the held-out answers and the quantized model, which is
+            written into the run, if the receipt has them.
 
         Raises:
             CheckpointError: A file of the run can't be read.

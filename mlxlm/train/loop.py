@@ -137,7 +137,7 @@ def train(
                             log.record(logged)
                             yield logged
                 except Exception as error:
-                    if isinstance(error, RewardError):  # a run can go on with a corrected function
+                    if isinstance(error, RewardError):  # the run can be resumed with a corrected function
                         for event in trainer.save(None):
                             log.record(event)
                             yield event

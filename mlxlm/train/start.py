@@ -90,8 +90,8 @@ def start_run(
         tokenizer: Path of a tokenizer, or TokenizerOptions. None: that of the prepared data, or train one.
         minutes: Short for `budget=Budget(minutes=minutes)`.
         budget: How long to train, unless `settings` have "steps". Default: 20 tokens per parameter, with `init` one
-            epoch. With minutes, what is left of them becomes the `time_limit` of the settings, and missing settings
-            (batch size, sequence length, validation) follow from the time. Of a long text, only a part is used
+            epoch. With minutes, the remaining time becomes the `time_limit` of the settings, and missing settings
+            (batch size, sequence length, validation) are chosen for it. Of a long text, only a part is used
             (`TextLimited`).
         settings: Fields of `TrainSettings`. `grad_accumulation_steps` are those of one process. The learning rate
             defaults by model size, with `init` to a fifth of that; weight decay by the number of epochs.

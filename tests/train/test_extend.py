@@ -70,7 +70,7 @@ def test_the_schedule_of_an_extended_run(schedule, steps, finished, more, warmup
 
 
 def test_limits_of_time(new_run, monkeypatch):
-    """Minutes begin now, and a run with a time limit can go on with a number of steps."""
+    """Minutes count from now, and a run with a time limit can be extended by steps."""
     run = new_run("run", steps=10, lr_schedule="wsd", warmup_steps=1)
     finish(run, now=ticking_clock())
     [state] = [json.loads((run.checkpoints()[-1] / "state.json").read_text())]

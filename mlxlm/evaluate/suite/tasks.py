@@ -77,8 +77,7 @@ def _sequence(rng: random.Random, given: list[str], answer: list[str]) -> TaskIt
     """Wrong answers have two words of the right one exchanged, or two others, or both.
 
     Each of the four differs from the others in the same way, so a model that ignores the question is right in a quarter
-    of the cases. It would be right less often if the wrong ones were made independently: all are then next to the right
-    one, and one of them is often the likeliest.
+    of the cases. Wrong answers that each change the right one independently would be closer to it than to each other.
     """
     i, j, k, m = rng.sample(range(len(answer)), 4)
     first, second = {i: j, j: i}, {k: m, m: k}
