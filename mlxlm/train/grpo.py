@@ -232,13 +232,11 @@ class GRPOBatches:
         model, dtype = self._lm.model, getattr(mx, self._settings.dtype)
         weights = model.trainable_parameters()
         model.eval()
-        if dtype != mx.float32:
-            model.update(tree_map(lambda weight: weight.astype(dtype), weights))
+        model.update(tree_map(lambda weight: weight.astype(dtype), weights))
         try:
             yield
         finally:
-            if dtype != mx.float32:
-                model.update(weights)
+            model.update(weights)
             model.train()
 
 
