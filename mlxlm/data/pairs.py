@@ -6,7 +6,6 @@ or `MISMATCHED` in an answer, otherwise 0.
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 from mlxlm.data.batches import TrainBatches
 from mlxlm.data.dataset import DocumentStarts, TokenDataset
 from mlxlm.data.manifest import MANIFEST_FILE
+from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import DataError, os_errors_as
 
 REFERENCE_FILE = "reference_logps.npz"  # beside the shards
@@ -65,7 +65,7 @@ class PairDataset(TokenDataset):
                     logps, digest = arrays[self.split], str(arrays["data_digest"])
             except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
                 raise DataError(f"{path} is damaged: {error}", hint) from error
-        if digest != _digest(self._folder):
+        if digest != file_sha256(self._folder / MANIFEST_FILE, DataError):
             raise DataError(f"{path} is of other data than {self._folder}", hint)
         if logps.shape != (self.documents // 2, 2) or logps.dtype != np.float32 or not np.isfinite(logps).all():
             raise DataError(f"{path} is damaged: '{self.split}' is not one finite pair of numbers per pair", hint)
@@ -184,10 +184,5 @@ class PairBatches(TrainBatches):
 def save_reference_logps(folder: Path, logps: Mapping[str, np.ndarray]) -> None:
     """Save log-probabilities by split, float32 `[pairs, 2]`, beside the shards of `folder`."""
     with os_errors_as(DataError, "write", folder / REFERENCE_FILE):
-        arrays: Any = {**logps, "data_digest": _digest(folder)}
+        arrays: Any = {**logps, "data_digest": file_sha256(folder / MANIFEST_FILE, DataError)}
         np.savez(folder / REFERENCE_FILE, **arrays)
-
-
-def _digest(folder: Path) -> str:
-    """The SHA-256 of the manifest, which has the digests of the shards."""
-    return hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()

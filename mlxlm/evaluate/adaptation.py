@@ -8,7 +8,6 @@ import numpy as np
 
 from mlxlm.backend.mlx import eval_arrays, mx, optim, tree_map
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import ConfigError
 
@@ -65,10 +64,7 @@ class AdaptiveScorer:
         def mean_loss(weights: Any) -> mx.array:
             self._model.update(tree_map(lambda weight, original: weight.astype(original.dtype), weights, model_weights))
             hidden = self._model.model(tokens[:, :-1])[0]
-            nats = linear_cross_entropy(
-                hidden, self._model.head_weight, tokens[0, 1:], loss_weights,
-                bias=self._model.head_bias, softcap=self._model.final_logit_softcap, training=True,
-            )  # fmt: skip
+            nats = self._model.cross_entropy(hidden, tokens[0, 1:], loss_weights, training=True)
             return nats / loss_weights.sum()
 
         loss, gradients = mx.value_and_grad(mean_loss)(weights)

@@ -18,7 +18,7 @@ from mlxlm.data.batches import validation_batches
 from mlxlm.evaluate.adaptation import AdaptiveScorer
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.scoring import first_token_bytes
-from mlxlm.kernels import cross_entropy, linear_cross_entropy
+from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
@@ -67,8 +67,7 @@ def _sum_nll_of_hidden(model: Decoder, hidden: mx.array, targets: mx.array, weig
     """The same for hidden states `[N, hidden_size]`, with targets and weights `[N]`."""
     head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
     if "scales" not in head:
-        weight, bias, softcap = model.head_weight, model.head_bias, model.final_logit_softcap
-        return _value(linear_cross_entropy(hidden, weight, targets, weights, bias=bias, softcap=softcap))
+        return _value(model.cross_entropy(hidden, targets, weights))
     parts = (slice(first, first + _POSITIONS) for first in range(0, len(hidden), _POSITIONS))
     return math.fsum(_value((cross_entropy(model.head(hidden[p]), targets[p]) * weights[p]).sum()) for p in parts)
 

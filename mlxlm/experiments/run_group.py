@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import free_memory
 from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
@@ -102,8 +101,7 @@ class RunGroup(ABC):
             settings: Fields of `TrainSettings` of this run, which extend or replace the shared ones.
             phase: See `start_run`.
         """
-        gc.collect()  # the previous run is in reference cycles: its memory would count as this one's
-        mx.clear_cache()
+        free_memory()  # of the previous run, which would count as this one's
         path = self.path / name
         if is_run_folder(path):
             return Run.open(path)

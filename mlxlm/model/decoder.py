@@ -14,6 +14,7 @@ from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.config.mup import mup_factors
+from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model.block import Block, Dropout, checkpointed_layer, layer_caches
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
@@ -273,6 +274,23 @@ class Decoder(nn.Module):
     def head_bias(self) -> mx.array | None:
         """The bias of the output matrix, `[V]`; None if there is none."""
         return self.lm_head.bias if self.config.head_bias else None
+
+    def cross_entropy(
+        self, hidden: mx.array, targets: mx.array, weights: mx.array | None = None, **options: Any
+    ) -> mx.array:
+        """Compute the cross-entropy of the head's logits, see `linear_cross_entropy`. Before quantization only.
+
+        Args:
+            hidden: Hidden states `[..., hidden]`.
+            targets: int `[...]`.
+            weights: float32 `[...]`.
+            options: `training` or `reduction`.
+        """
+        return linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]), self.head_weight, targets.flatten(),
+            None if weights is None else weights.flatten(),
+            bias=self.head_bias, softcap=self.final_logit_softcap, **options,
+        )  # fmt: skip
 
     @property
     def layers(self) -> list[Block]:

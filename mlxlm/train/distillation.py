@@ -20,7 +20,7 @@ from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.base_model import load_base
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step import Loss, LossSums
+from mlxlm.train.step import Loss, LossSums, mean_loss
 from mlxlm.utils.errors import ConfigError
 
 
@@ -66,21 +66,11 @@ def evaluate_distillation(
     Returns:
         The loss; the cross-entropy in nats per token and in bits per byte; and the metrics of the loss.
     """
-    training, sums = model.training, []
-    model.eval()
-    try:
-        for batch in validation_batches(data, batch_size, max_seq_length, max_tokens, **masks):
-            sums.append(loss(model, **{name: mx.array(x) for name, x in batch._asdict().items() if x is not None}))
-            mx.eval(sums[-1])
-    finally:
-        model.train(training)
-    count = math.fsum(n.item() for _, n, _ in sums)
-    metrics = {
-        name: math.fsum(values[name][0].item() for *_, values in sums) / count for name in ("cross_entropy", "kl")
-    }
+    batches = validation_batches(data, batch_size, max_seq_length, max_tokens, **masks)
+    mean, metrics = mean_loss(model, loss, batches)
     tokens = data.num_targets() if masks.get("mask_prompt") else len(data)
     bits_per_byte = metrics["cross_entropy"] / math.log(2) * tokens / data.bytes
-    return math.fsum(total.item() for total, *_ in sums) / count, metrics["cross_entropy"], bits_per_byte, metrics
+    return mean, metrics["cross_entropy"], bits_per_byte, metrics
 
 
 def _logits(model: Decoder, tokens: mx.array, segment_ids: mx.array | None, vocab_size: int) -> LinearLogits:

@@ -7,7 +7,6 @@ from functools import partial
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.data.pairs import CHOSEN, MISMATCHED
-from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train.step import Loss, LossSums
 
@@ -28,10 +27,7 @@ def answer_logps(
         Sums in nats, and counts, float32 `[B, P]`.
     """
     hidden = model.model(tokens[:, :-1], segment_ids=segment_ids)
-    losses = linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(),
-        bias=model.head_bias, softcap=model.final_logit_softcap, reduction="none",
-    )  # fmt: skip
+    losses = model.cross_entropy(hidden, tokens[:, 1:], reduction="none")
     in_answer = (segment_ids[..., None] == mx.arange(width)) * mask[..., None]
     return -(in_answer * losses.reshape(mask.shape)[..., None]).sum(1), in_answer.sum(1)
 

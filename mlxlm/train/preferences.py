@@ -18,7 +18,7 @@ from mlxlm.model import Decoder
 from mlxlm.train.events import Preferences
 from mlxlm.train.preference_losses import answer_logps
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step import Loss
+from mlxlm.train.step import Loss, mean_loss
 from mlxlm.utils.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -155,19 +155,9 @@ def evaluate_pairs(
     rows, width = data.rows(max_seq_length), data.pairs_per_row(max_seq_length)
     count = max(1, min(len(rows), max_tokens // (2 * max_seq_length)))
     chosen_rows = [rows[i * len(rows) // count] for i in range(count)]
-    training, sums = model.training, []
-    model.eval()
-    try:
-        for first in range(0, count, batch_size):
-            part = chosen_rows[first : first + batch_size]
-            batch = data.batch(part, max_seq_length, width, data.reference_logps)
-            sums.append(loss(model, **{name: mx.array(x) for name, x in batch._asdict().items() if x is not None}))
-            mx.eval(sums[-1])
-    finally:
-        model.train(training)
-    total, number = sum(x.item() for x, _, _ in sums), sum(n.item() for _, n, _ in sums)
-    metrics = {name: np.sum([np.array(values[name]) for _, _, values in sums], 0) for name in sums[0][2]}
-    means = {name: float(x[0] / x[1]) if x[1] else math.nan for name, x in metrics.items()}
+    parts = (chosen_rows[first : first + batch_size] for first in range(0, count, batch_size))
+    batches = (data.batch(part, max_seq_length, width, data.reference_logps) for part in parts)
+    mean, means = mean_loss(model, loss, batches)
     chosen_tokens = int((data.loss_mask(0, len(data)) == CHOSEN).sum())
     bits_per_byte = means["nll_loss"] / math.log(2) * chosen_tokens / data.bytes
-    return total / number, means["nll_loss"], bits_per_byte, means
+    return mean, means["nll_loss"], bits_per_byte, means

