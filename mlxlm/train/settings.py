@@ -105,9 +105,10 @@ class TrainSettings:
     )
     optimizer: str = _optimizer(
         "adamw",
-        "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
+        "Optimizer.",
         common=True,
         choices=tuple(OPTIMIZERS),
+        default_text="adamw; muon if --minutes picks the model",
     )
     parametrization: str = _optimizer(
         "standard",

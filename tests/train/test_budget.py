@@ -56,6 +56,7 @@ def test_presets_make_a_thousand_steps_or_are_too_slow(machine, preset, minutes)
 def test_small_models_have_short_sequences():
     tiny = load_preset("0.3m", hidden_size=32, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2)
     assert batch_settings(tiny, 1e6, {}) == {"max_seq_length": 64, "batch_size": 4}
+    assert batch_settings(tiny, 1e6, {"optimizer": "muon"})["batch_size"] == 8
     assert batch_settings(tiny, 1e9, {}) == {"max_seq_length": 64, "batch_size": 128}
     assert batch_settings(load_preset("1m"), 1e6, {})["max_seq_length"] == 256
 
@@ -142,6 +143,7 @@ def test_start_with_a_preset_and_minutes(machine, tmp_path, text_file, tokenizer
     settings = run.settings
     assert settings.max_seq_length == 128 and settings.batch_size < 16 and settings.eval_every is None
     assert settings.warmup_steps is None and 0 < settings.time_limit < 60
+    assert settings.optimizer == "adamw"
 
 
 @pytest.fixture
@@ -215,6 +217,7 @@ def test_pretrain_hours_chooses_a_model(tmp_path, text_file, tokenizer_folder, c
     entries = read_log(run)
     assert [e["event"] for e in entries[:2]] == ["model_size_chosen", "forecast"]
     assert entries[0]["parameters"] == run.config.parameter_count() and 0 < run.settings.time_limit < 2.88
+    assert run.settings.optimizer == "muon"
     assert "model size chosen by the scaling law of Hoffmann et al." in capfd.readouterr().err
 
 
