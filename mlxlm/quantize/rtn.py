@@ -95,46 +95,70 @@ def pack(values: np.ndarray, bits: int) -> mx.array:
 OnMatrix = Callable[[str, mx.array, PackedMatrix, Format], None]
 
 
+class _FloatFormat(NamedTuple):
+    """A floating-point format of weights with 8-bit scales.
+
+    Attributes:
+        group_size: Weights that share a scale.
+        largest: The largest value of a weight that is divided by its scale.
+        encode: Rounds weights that are divided by their scales; returns their packed bytes and the rounded values.
+        encode_scale: Code of a scale near the given one.
+        decode_scale: The scale of a code.
+        offsets: The codes to try, relative to that of the scale that represents the largest weight of a group.
+        codes: The smallest and the largest code.
+    """
+
+    group_size: int
+    largest: float
+    encode: Callable[[mx.array], tuple[mx.array, mx.array]]
+    encode_scale: Callable[[mx.array], mx.array]
+    decode_scale: Callable[[mx.array], mx.array]
+    offsets: Sequence[int]
+    codes: tuple[int, int]
+
+
 def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
     """Round `weight` `[..., width]` to nearest; scales and biases have its dtype.
 
-    As mlx_lm.convert does, except for mxfp4 and mxfp8: their scales are those with the smallest squared error.
+    As mlx_lm.convert does, except for floating-point formats: their scales are those with the smallest squared error.
     """
     quantize = partial(mx.quantize, **chosen.to_dict())
-    if chosen.mode in _MICROSCALING:
-        quantize = partial(_quantize_microscaling, *_MICROSCALING[chosen.mode])
+    if not chosen.affine:
+        quantize = partial(_quantize_float, _FLOAT_FORMATS[chosen.mode])
     pieces = eval_in_parallel(partial(quantize, weight[rows]) for rows in row_pieces(weight))
     return PackedMatrix.concatenate_rows([PackedMatrix(*piece) for piece in pieces])
 
 
-def _quantize_microscaling(
-    encode: Callable[[mx.array], tuple[mx.array, mx.array]], largest: float, weight: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Quantize groups of 32 weights with a power of two as scale (Rouhani et al. 2023, arXiv:2310.10537).
+def _quantize_float(format: _FloatFormat, weight: mx.array) -> tuple[mx.array, mx.array]:
+    """Quantize groups of weights, each with the scale that has the smallest squared error.
 
-    A group gets the smallest scale that can represent its largest weight, as in MLX, or half of it if the squared error
-    is smaller: then the largest weights are clipped, and the others have half the error.
+    Powers of two (Rouhani et al. 2023, arXiv:2310.10537): the smallest scale that can represent the largest weight, as
+    in MLX, or half of it, which clips the largest weights and halves the error of the others; no other one is better.
+    E4M3: 13 scales, from about 0.7 to 2 times the one that MLX chooses. The best of all has at most 0.1 % less error.
 
     Args:
-        encode: Rounds weights that are divided by their scales; returns their packed bytes and the rounded values.
-        largest: The largest value of the number format.
+        format: The number format.
         weight: `[..., width]`.
 
     Returns:
-        uint32 `[..., width · bits / 32]`, and the exponents of the scales plus 127, uint8 `[..., width / 32]`.
+        uint32 `[..., width · bits / 32]`, and the codes of the scales, uint8 `[..., width / group_size]`.
     """
-    groups = mx.unflatten(as_float32(weight), -1, (-1, 32))
-    peak = mx.abs(groups).max(axis=-1, keepdims=True) / largest
-    exponent = mx.clip(mx.ceil(mx.log2(peak)), -126, 126).astype(mx.int32)
-    results = []
-    for scale in (exponent, exponent - 1):
-        scaled = groups * (127 - scale << 23).view(mx.float32)  # · 2^-scale
-        packed, rounded = encode(mx.clip(scaled, -largest, largest))
-        results.append((packed, mx.square(rounded - scaled).sum(axis=-1, keepdims=True)))
-    (packed, error), (half_packed, half_error) = results
-    halve = half_error < 4 * error  # each in units of its scale
-    packed = mx.where(halve, half_packed, packed).flatten(-2).view(mx.uint32)
-    return packed, (exponent + 127 - halve).squeeze(-1).astype(mx.uint8)
+    groups = mx.unflatten(as_float32(weight), -1, (-1, format.group_size))
+    peak = mx.abs(groups).max(axis=-1, keepdims=True) / format.largest
+    nearest = mx.clip(format.encode_scale(peak).astype(mx.int32), *format.codes)
+    unit = format.decode_scale(nearest)  # of the errors: squares of weights can underflow
+
+    def scaled(code: mx.array) -> mx.array:
+        return mx.clip(groups / format.decode_scale(code), -format.largest, format.largest)
+
+    best, smallest = nearest, mx.array(mx.inf)
+    for offset in format.offsets:
+        code = mx.clip(nearest + offset, *format.codes)
+        scale = format.decode_scale(code)
+        error = mx.square((format.encode(scaled(code))[1] * scale - groups) / unit).sum(axis=-1, keepdims=True)
+        best, smallest = mx.where(error < smallest, code, best), mx.minimum(error, smallest)
+    packed, _ = format.encode(scaled(best))
+    return packed.flatten(-2).view(mx.uint32), best.squeeze(-1).astype(mx.uint8)
 
 
 def _encode_fp4(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -150,10 +174,30 @@ def _encode_fp4(x: mx.array) -> tuple[mx.array, mx.array]:
 def _encode_fp8(x: mx.array) -> tuple[mx.array, mx.array]:
     """E4M3."""
     codes = mx.to_fp8(x)
-    return codes, mx.from_fp8(codes, dtype=mx.float32)
+    return codes, _decode_fp8(codes)
 
 
-_MICROSCALING = {"mxfp4": (_encode_fp4, 6.0), "mxfp8": (_encode_fp8, 448.0)}
+def _decode_fp8(codes: mx.array) -> mx.array:
+    return mx.from_fp8(codes.astype(mx.uint8), dtype=mx.float32)
+
+
+def _encode_power(scale: mx.array) -> mx.array:
+    """The exponent of the next larger power of two plus 127, from 1 to 253."""
+    return mx.clip(mx.ceil(mx.log2(scale)), -126, 126) + 127
+
+
+def _decode_power(code: mx.array) -> mx.array:
+    return (code << 23).view(mx.float32)
+
+
+_POWERS = (_encode_power, _decode_power, (0, -1), (1, 253))
+_FLOAT_FORMATS = {
+    "mxfp4": _FloatFormat(32, 6.0, _encode_fp4, *_POWERS),
+    "mxfp8": _FloatFormat(32, 448.0, _encode_fp8, *_POWERS),
+    "nvfp4": _FloatFormat(
+        16, 6.0, _encode_fp4, lambda scale: mx.to_fp8(mx.minimum(scale, 448)), _decode_fp8, range(-4, 9), (1, 126)
+    ),
+}
 
 
 def lazy_quantize(

@@ -75,6 +75,29 @@ def test_scales_of_microscaling_formats_have_the_smallest_error(mode):
     assert (errors <= squares * (1 + 1e-5)).all() and errors.sum() < 0.98 * squares.sum()
 
 
+def test_scales_of_nvfp4_have_almost_the_smallest_error():
+    chosen, rng = Format.of("nvfp4"), np.random.default_rng(0)
+    weight = rng.normal(size=(120, 64)) * np.exp(rng.uniform(-7, 7, size=(120, 1)))
+    weight[3], weight[4, :16], weight[5] = 0, 1e-9, 1e5
+    weight = weight.astype(np.float32)
+    packed = quantize_rtn(mx.array(weight), chosen)
+    values = np.array(dequantized(packed, chosen))
+    grid, best = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]), np.full((120, 4), np.inf)
+    for scale in np.array(mx.from_fp8(mx.arange(1, 127, dtype=mx.uint8), dtype=mx.float32)).astype(np.float64):
+        scaled = np.abs(weight) / scale
+        at = np.searchsorted((grid[1:] + grid[:-1]) / 2, scaled)
+        best = np.minimum(best, np.square((grid[at] - scaled) * scale).reshape(120, 4, 16).sum(-1))
+    errors = np.square((values - weight).astype(np.float64)).reshape(120, 4, 16).sum(-1)
+    assert (errors >= best * (1 - 1e-5)).all() and (errors <= 1.2 * best + 1e-30).all()
+    relative = best > 0
+    assert (errors[relative] / best[relative]).mean() < 1.001
+    assert (values[3] == 0).all() and (values[5] == 6 * 448).all()
+    theirs = PackedMatrix(*mx.quantize(mx.array(weight), **chosen.to_dict()))
+    squares = np.square((np.array(dequantized(theirs, chosen)) - weight).astype(np.float64)).reshape(120, 4, 16).sum(-1)
+    assert (errors <= squares * (1 + 1e-5)).all()
+    assert packed.scales.shape == (120, 4) and packed.scales.dtype == mx.uint8
+
+
 @pytest.mark.parametrize("chosen", [Format(4, 64), Format.of("mxfp4")], ids=str)
 def test_written_matrices_are_freed(tmp_path, chosen):
     side, count, alive = 256, 20, []
