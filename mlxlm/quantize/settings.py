@@ -24,8 +24,8 @@ class QuantizationSettings:
 
     At most one of `bits`, `recipe`, `max_size`, `target_bpw` and `max_kl` chooses the bits; without one, all matrices
     get the default bits of the mode. A matrix whose width `group_size` doesn't divide gets the largest smaller size
-    that does, or stays in 16 bits. `method` "rtn" gives exactly what mlx_lm.convert gives for a 16-bit source, except
-    for `mode` mxfp4 and mxfp8.
+    that does, or stays in 16 bits. `method` "rtn" gives exactly what mlx_lm.convert gives for a 16-bit source, if
+    `mode` is affine.
     """
 
     bits: int | None = _bits(None, "Bits of all matrices.", common=True, choices=BITS, default_text="4")

@@ -19,7 +19,7 @@ from mlxlm.quantize.quantization_plan import matrices, uniform
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bits": 4}, {"bits": 3, "group_size": 32}, {"mode": "nvfp4"}, {"recipe": "mixed_3_6"}],
+    [{"bits": 4}, {"bits": 3, "group_size": 32}, {"recipe": "mixed_3_6"}],
     ids=str,
 )
 def test_rtn_equals_mlx_lm(model, tmp_path, settings):
@@ -28,7 +28,7 @@ def test_rtn_equals_mlx_lm(model, tmp_path, settings):
     theirs = {"q_bits": settings.get("bits"), "q_group_size": settings.get("group_size")}
     if "recipe" in settings:
         theirs = {"quant_predicate": settings["recipe"], "q_group_size": 64}
-    convert(str(model), str(tmp_path / "theirs"), quantize=True, q_mode=settings.get("mode", "affine"), **theirs)
+    convert(str(model), str(tmp_path / "theirs"), quantize=True, **theirs)
     assert_equal(tmp_path / "ours", tmp_path / "theirs")
 
 
