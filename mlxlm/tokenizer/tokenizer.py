@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -253,13 +254,28 @@ class Tokenizer:
     def _encode(self, texts: list[str], add_special_tokens: bool, parse_special: bool) -> list[list[int]]:
         for text in texts:
             check_unicode(text)
-        if self._words is None or parse_special:
+        if self._words is None:
             return self._encode_by_library(texts, add_special_tokens, parse_special)
-        encoded = self._words.encode_batch(texts)
+        if parse_special and self.special_tokens:
+            encoded = [self._encode_between_special_tokens(text, self._words) for text in texts]
+        else:
+            encoded = self._words.encode_batch(texts)
         if not add_special_tokens:
             return encoded
         before, after = self._special_ids_around
         return [before + ids + after for ids in encoded]
+
+    def _encode_between_special_tokens(self, text: str, words: WordCache) -> list[int]:
+        parts = self._special_pattern.split(text)
+        ids, *following = words.encode_batch(parts[::2])
+        for token, more in zip(parts[1::2], following, strict=True):
+            ids += [self.special_tokens[token], *more]
+        return ids
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _encode_by_library(
         self, texts: list[str], add_special_tokens: bool = False, parse_special: bool = False

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import tokenizers
-from tokenizers import models
+from tokenizers import AddedToken, models
 
 # Pre-tokenization of byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions,
 # letters with one leading mark or space, up to three digits, punctuation with line ends, line ends, spaces.
@@ -69,7 +69,10 @@ class WordCache:
 
 
 def splits_at_words(runtime: tokenizers.Tokenizer) -> bool:
-    """Whether the ids of a text are those of its words, one after the other. Special tokens are ordinary text."""
+    """Whether the ids of a text without special tokens are those of its words, one after the other.
+
+    Special tokens, if they are parsed, are not part of the texts around them.
+    """
     normalizer = runtime.normalizer and json.loads(runtime.normalizer.__getstate__())["type"]
     if runtime.pre_tokenizer is None or normalizer not in (None, "NFC"):
         return False
@@ -80,8 +83,14 @@ def splits_at_words(runtime: tokenizers.Tokenizer) -> bool:
     return (
         all(map(_splits_alike, steps))
         and any(step["type"] == "Split" or step.get("use_regex") for step in steps)
-        and all(token.special for token in runtime.get_added_tokens_decoder().values())
+        and all(_is_exact(token, normalizer) for token in runtime.get_added_tokens_decoder().values())
     )
+
+
+def _is_exact(token: AddedToken, normalizer: str | None) -> bool:
+    """Whether a token is special, and stands for its text alone, wherever that is."""
+    has_sides = token.lstrip or token.rstrip or token.single_word
+    return token.special and not has_sides and not (normalizer and token.normalized)
 
 
 def _splits_alike(step: dict[str, Any]) -> bool:

@@ -49,7 +49,23 @@ def test_equal_to_the_library(byte_level, sentencepiece_bpe, gpt2, text):
     check(with_steps(byte_level, pre_tokenizers.Sequence(digits)), text)
 
 
+SPECIAL = st.sampled_from(
+    ["<|user|>", "<|end|>", "<s>", "</s>", "<|pad|>", "<|end_of_text|>", "<|endoftext|>", " ", "\n"]
+)
+
+
+@given(parts=st.lists(TEXT | SPECIAL, max_size=8))
+@settings(max_examples=60)
+def test_special_tokens_in_a_text(byte_level, sentencepiece_bpe, gpt2, parts):
+    text = "".join(parts)
+    for tokenizer in (byte_level, sentencepiece_bpe, gpt2):
+        for around in (False, True):
+            [expected] = tokenizer._encode_by_library([text], around, parse_special=True)
+            assert tokenizer.encode(text, add_special_tokens=around, parse_special=True) == expected
+
+
 def test_special_tokens_around_a_text(byte_level, real_text):
+    real_text = real_text[:20_000]
     for special in (False, True):
         expected = byte_level._runtime.encode(real_text, add_special_tokens=special).ids
         assert byte_level.encode(real_text, add_special_tokens=special) == expected
@@ -64,6 +80,8 @@ def test_other_tokenizers_are_left_to_the_library(byte_level, llama2):
         {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
         {"normalizer": normalizers.Lowercase()},
         {"added": [AddedToken("two words", special=False)]},
+        {"added": [AddedToken("<mask>", special=True, lstrip=True)]},
+        {"added": [AddedToken("<e>", special=True, normalized=True)], "normalizer": normalizers.NFC()},
     ):
         assert not splits_at_words(with_steps(byte_level, **changes))
     runtime = with_steps(byte_level)
