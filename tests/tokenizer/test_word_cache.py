@@ -37,6 +37,7 @@ def check(runtime: tokenizers.Tokenizer, text: str) -> None:
 
 
 @given(text=TEXT)
+@example("a.\rb!\r\n c")
 @example("a\n\nb.\n c \n\n d!\n/e\n")
 @example(" \n\n  a  b\t c\r\nd ")
 @settings(max_examples=60)
