@@ -131,7 +131,7 @@ class Tokenizer:
         ids, text_ids = self._encode_by_library(["a"], True)[0], self._encode_by_library(["a"])[0]
         starts = range(len(ids) - len(text_ids) + 1)
         start = next((start for start in starts if ids[start : start + len(text_ids)] == text_ids), 0)
-        return ids[:start], ids[start + len(text_ids) :]
+        return (ids[:start], ids[start + len(text_ids) :]) if text_ids else (ids, [])
 
     @cached_property
     def fingerprint(self) -> str:
