@@ -1,7 +1,7 @@
 // Products with MLX's affine-quantized matrices on a CPU, as an operation of MLX.
 //
-// MLX's own reads 0.2 GB/s of weights. One row is multiplied while the weights are unpacked, in registers. For more rows
-// a block of the matrix is dequantized into the cache, and multiplied there, or by the BLAS if there are many.
+// MLX's own reads 0.2 GB/s of weights. Few rows are multiplied while the weights are unpacked, in registers. For many, a
+// block of the matrix after another is dequantized, and multiplied by the BLAS.
 // mlxlm/backend/cpu_extension.py compiles this; the threads are those of blas_route.c.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -31,8 +31,7 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
 namespace {
 
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
-constexpr int FEW_ROWS = 16;           // that aren't multiplied by the BLAS
-constexpr int TILE_ROWS = 3;           // of the matrix in registers
+constexpr int FEW_ROWS = 32;           // that aren't multiplied by the BLAS
 constexpr int CHUNK_SIZE = 1 << 15;    // weights that a thread takes at a time
 constexpr int BLOCK_SIZE = 1 << 18;    // weights that are dequantized for the BLAS
 
@@ -82,6 +81,18 @@ inline Floats unpack(const uint8_t* p) {
   return __builtin_convertvector((Integers)(words & ((1 << bits) - 1)), Floats);
 }
 
+template <int i>
+using Unit = std::integral_constant<int, i>;
+
+// Calls body(Unit<i>()) for the four units of 8 weights in 32.
+template <class Body>
+inline void for_units(Body body) {
+  body(Unit<0>());
+  body(Unit<1>());
+  body(Unit<2>());
+  body(Unit<3>());
+}
+
 #ifdef __FLT16_MAX__
 typedef _Float16 Half;
 #else
@@ -106,7 +117,6 @@ struct Product {
   float* out;
   mx::Dtype scale_type;
   int rows, outputs, inputs, group, bits;
-  const float* group_sums;  // of x, if it has one row
 
   int64_t row_bytes() const { return int64_t(inputs) * bits / 8; }
 };
@@ -121,30 +131,31 @@ const float* to_floats(const void* values, mx::Dtype type, int64_t first, int co
   return buffer;
 }
 
-// The product of one row with rows `begin` to `end` of the matrix.
-template <int bits>
-void multiply_row(const Product& p, int begin, int end) {
+// Rows `row` to `row + rows` of the output, in the columns of rows `begin` to `end` of the matrix.
+template <int bits, int rows>
+void multiply_rows(const Product& p, int row, int begin, int end) {
+  constexpr int chains = std::min(4, 8 / rows);  // of sums that don't wait for each other
   int groups = p.inputs / p.group;
   std::vector<float> buffers(2 * groups);
   for (int n = begin; n < end; n++) {
-    const uint8_t* weights = p.weights + n * p.row_bytes();
+    const uint8_t* packed = p.weights + n * p.row_bytes();
     const float* scales = to_floats(p.scales, p.scale_type, int64_t(n) * groups, groups, &buffers[0]);
     const float* biases = to_floats(p.biases, p.scale_type, int64_t(n) * groups, groups, &buffers[groups]);
-    const float* x = p.x;
-    Floats total = {};
-    float rest = 0;
-    for (int g = 0; g < groups; g++) {
-      Floats even = {}, odd = {};
-      for (int k = 0; k < p.group; k += 32, x += 32, weights += 4 * bits) {
-        even += unpack<bits, 0>(weights) * load(x);
-        odd += unpack<bits, 1>(weights) * load(x + 8);
-        even += unpack<bits, 2>(weights) * load(x + 16);
-        odd += unpack<bits, 3>(weights) * load(x + 24);
+    const float* x = p.x + int64_t(row) * p.inputs;
+    Floats sums[rows][chains] = {};
+    for (int g = 0; g < groups; g++)
+      for (int k = 0; k < p.group; k += 32, x += 32, packed += 4 * bits) {
+        Floats scale = scales[g] - Floats{}, bias = biases[g] - Floats{};
+        for_units([&]<int i>(Unit<i>) {
+          Floats weights = unpack<bits, i>(packed) * scale + bias;
+          for (int m = 0; m < rows; m++) sums[m][i % chains] += weights * load(x + int64_t(m) * p.inputs + 8 * i);
+        });
       }
-      total += (even + odd) * scales[g];
-      rest += p.group_sums[g] * biases[g];
+    for (int m = 0; m < rows; m++) {
+      Floats total = sums[m][0];
+      for (int i = 1; i < chains; i++) total += sums[m][i];
+      p.out[int64_t(row + m) * p.outputs + n] = sum(total);
     }
-    p.out[n] = sum(total) + rest;
   }
 }
 
@@ -153,47 +164,13 @@ template <int bits>
 void dequantize(const Product& p, int begin, int end, float* out) {
   int groups = p.inputs / p.group;
   std::vector<float> buffers(2 * groups);
-  const uint8_t* weights = p.weights + begin * p.row_bytes();
+  const uint8_t* packed = p.weights + begin * p.row_bytes();
   for (int n = begin; n < end; n++) {
     const float* scales = to_floats(p.scales, p.scale_type, int64_t(n) * groups, groups, &buffers[0]);
     const float* biases = to_floats(p.biases, p.scale_type, int64_t(n) * groups, groups, &buffers[groups]);
-    for (int k = 0; k < p.inputs; k += 32, weights += 4 * bits, out += 32) {
-      float scale = scales[k / p.group], bias = biases[k / p.group];
-      store(out, unpack<bits, 0>(weights) * scale + bias);
-      store(out + 8, unpack<bits, 1>(weights) * scale + bias);
-      store(out + 16, unpack<bits, 2>(weights) * scale + bias);
-      store(out + 24, unpack<bits, 3>(weights) * scale + bias);
-    }
-  }
-}
-
-// Rows `row` and following of x, times the transpose of floats [TILE_ROWS, K], into `used` columns of the output.
-template <int rows>
-void multiply_tile(const Product& p, int row, const float* matrix, int column, int used) {
-  const float* x = p.x + int64_t(row) * p.inputs;
-  Floats sums[rows][TILE_ROWS] = {};
-  for (int k = 0; k < p.inputs; k += 8) {
-    Floats weights[TILE_ROWS];
-    for (int i = 0; i < TILE_ROWS; i++) weights[i] = load(matrix + int64_t(i) * p.inputs + k);
-    for (int m = 0; m < rows; m++) {
-      Floats value = load(x + int64_t(m) * p.inputs + k);
-      for (int i = 0; i < TILE_ROWS; i++) sums[m][i] += value * weights[i];
-    }
-  }
-  for (int m = 0; m < rows; m++)
-    for (int i = 0; i < used; i++) p.out[int64_t(row + m) * p.outputs + column + i] = sum(sums[m][i]);
-}
-
-// The product of few rows with rows `begin` to `end` of the matrix.
-template <int bits>
-void multiply_rows(const Product& p, int begin, int end) {
-  std::vector<float> tile(size_t(TILE_ROWS) * p.inputs);
-  for (int n = begin; n < end; n += TILE_ROWS) {
-    int used = std::min(TILE_ROWS, end - n), m = 0;
-    dequantize<bits>(p, n, n + used, tile.data());
-    for (; m + 4 <= p.rows; m += 4) multiply_tile<4>(p, m, tile.data(), n, used);
-    for (; m + 2 <= p.rows; m += 2) multiply_tile<2>(p, m, tile.data(), n, used);
-    if (m < p.rows) multiply_tile<1>(p, m, tile.data(), n, used);
+    for (int g = 0; g < groups; g++)
+      for (int k = 0; k < p.group; k += 32, packed += 4 * bits, out += 32)
+        for_units([&]<int i>(Unit<i>) { store(out + 8 * i, unpack<bits, i>(packed) * scales[g] + biases[g]); });
   }
 }
 
@@ -203,7 +180,7 @@ void for_rows(int rows, int inputs, const Body& body) {
   struct Loop {
     const Body& body;
     int rows, step;
-  } loop = {body, rows, (CHUNK_SIZE / inputs + TILE_ROWS) / TILE_ROWS * TILE_ROWS};
+  } loop = {body, rows, CHUNK_SIZE / inputs + 1};
   auto run = [](void* context, int i) {
     auto& [body, rows, step] = *static_cast<Loop*>(context);
     body(i * step, std::min(rows, (i + 1) * step));
@@ -212,27 +189,26 @@ void for_rows(int rows, int inputs, const Body& body) {
 }
 
 template <int bits>
-void multiply(Product p) {
-  if (p.rows == 1) {
-    std::unique_ptr<float[]> sums(new float[p.inputs / p.group]);
-    for (int g = 0; g < p.inputs / p.group; g++) {
-      Floats total = {};
-      for (int k = 0; k < p.group; k += 8) total += load(p.x + g * p.group + k);
-      sums[g] = sum(total);
-    }
-    p.group_sums = sums.get();
-    for_rows(p.outputs, p.inputs, [&](int begin, int end) { multiply_row<bits>(p, begin, end); });
-  } else if (p.rows <= FEW_ROWS) {
-    for_rows(p.outputs, p.inputs, [&](int begin, int end) { multiply_rows<bits>(p, begin, end); });
+void multiply(const Product& p) {
+  if (p.rows <= FEW_ROWS) {
+    for_rows(p.outputs, p.inputs, [&](int begin, int end) {
+      int row = 0;
+      for (; row + 8 <= p.rows; row += 8) multiply_rows<bits, 8>(p, row, begin, end);
+      for (; row + 4 <= p.rows; row += 4) multiply_rows<bits, 4>(p, row, begin, end);
+      for (; row + 2 <= p.rows; row += 2) multiply_rows<bits, 2>(p, row, begin, end);
+      if (row < p.rows) multiply_rows<bits, 1>(p, row, begin, end);
+    });
   } else {
     int step = std::max(1, BLOCK_SIZE / p.inputs);
-    std::unique_ptr<float[]> block(new float[int64_t(std::min(step, p.outputs)) * p.inputs]);
+    static thread_local std::vector<float> block;  // kept: the system would clear each new one
+    block.resize(std::max<size_t>(block.size(), int64_t(step) * p.inputs));
+    float* floats = block.data();
     for (int first = 0; first < p.outputs; first += step) {
       int count = std::min(step, p.outputs - first);
       for_rows(count, p.inputs, [&](int begin, int end) {
-        dequantize<bits>(p, first + begin, first + end, block.get() + int64_t(begin) * p.inputs);
+        dequantize<bits>(p, first + begin, first + end, floats + int64_t(begin) * p.inputs);
       });
-      cblas_sgemm(ROW_MAJOR, NO_TRANS, TRANS, p.rows, count, p.inputs, 1, p.x, p.inputs, block.get(), p.inputs, 0,
+      cblas_sgemm(ROW_MAJOR, NO_TRANS, TRANS, p.rows, count, p.inputs, 1, p.x, p.inputs, floats, p.inputs, 0,
                   p.out + first, p.outputs);
     }
   }
@@ -262,15 +238,13 @@ class QuantizedMatmul : public mx::Primitive {
   QuantizedMatmul(mx::Stream stream, int group, int bits) : Primitive(stream), group_(group), bits_(bits) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    for (auto& input : inputs)
-      if (!input.flags().row_contiguous) throw std::invalid_argument("[quantized_matmul] Arrays must be contiguous.");
     auto &x = inputs[0], &weights = inputs[1], &scales = inputs[2];
     mx::array& out = outputs[0];
     out.set_data(mx::allocator::malloc(out.nbytes()));
     int width = x.shape(-1), blocks = inputs.size() == 5 ? x.shape(0) : 1;
     int rows = blocks ? x.size() / width / blocks : 0;
     Product p = {x.data<float>(), weights.data<uint8_t>(), scales.data<void>(), inputs[3].data<void>(),
-                 out.data<float>(), scales.dtype(), rows, weights.shape(-2), width, group_, bits_, nullptr};
+                 out.data<float>(), scales.dtype(), rows, weights.shape(-2), width, group_, bits_};
     auto run = [p, blocks, matrices = inputs.size() == 5 ? inputs[4].data<uint32_t>() : nullptr] {
       int64_t scale_bytes = int64_t(p.outputs) * (p.inputs / p.group) * p.scale_type.size();
       for (int i = 0; i < blocks; i++) {
@@ -311,13 +285,18 @@ class QuantizedMatmul : public mx::Primitive {
   int group_, bits_;
 };
 
+mx::array contiguous(const mx::array& x, mx::Stream stream) {
+  return x.is_available() && x.flags().row_contiguous ? x : mx::contiguous(x, false, stream);
+}
+
 // The arguments are those of a model whose shapes were checked.
 mx::array quantized_matmul(const mx::array& x, const mx::array& weights, const mx::array& scales,
                            const mx::array& biases, const std::optional<mx::array>& matrices, int group_size,
                            int bits) {
   mx::Stream stream = mx::default_stream(mx::Device::cpu);
-  std::vector<mx::array> inputs = {mx::contiguous(x, false, stream), weights, scales, biases};
-  if (matrices) inputs.push_back(mx::contiguous(*matrices, false, stream));
+  std::vector<mx::array> inputs;
+  for (const mx::array& input : {x, weights, scales, biases}) inputs.push_back(contiguous(input, stream));
+  if (matrices) inputs.push_back(contiguous(*matrices, stream));
   auto primitive = std::make_shared<QuantizedMatmul>(stream, group_size, bits);
   mx::Shape shape = primitive->output_shapes(inputs)[0];
   return mx::array(shape, mx::float32, primitive, std::move(inputs));

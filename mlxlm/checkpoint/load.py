@@ -13,7 +13,7 @@ from mlxlm.backend.cpu_extension import load_extension
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules, rounded_scales, unpacked_shapes
-from mlxlm.checkpoint.lazy_tensor import LazyTensors, memory_size
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, memory_size
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
@@ -105,7 +105,7 @@ def _fits_float32(checkpoint: Checkpoint) -> bool:
         raise CheckpointError(
             f"{checkpoint.path}: its weights take {stored / 1e9:.3g} GB, this machine has {memory / 1e9:.3g} GB", hint
         )
-    problem = f"{checkpoint.path} needs {needed / 1e9:.3g} GB in float32, this machine has {memory / 1e9:.3g} GB"
+    problem = f"{checkpoint.path} needs {needed / 1e9:.3g} GB on a CPU, this machine has {memory / 1e9:.3g} GB"
     warnings.warn(f"{problem}: it keeps its dtype, which is slow on a CPU (try: {hint})", stacklevel=3)
     return False
 
