@@ -73,12 +73,12 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
 def weights_memory(checkpoint: AnyCheckpoint, parameters: int) -> int:
     """Bytes of the weights once they are loaded on this machine."""
     stored = checkpoint.packed or checkpoint if isinstance(checkpoint, Checkpoint) else None
-    if ON_CPU and (stored is None or fits_float32(_cpu_memory(stored), platform.total_memory())):
+    if ON_CPU and (stored is None or fits_on_cpu(_cpu_memory(stored), platform.total_memory())):
         return 4 * parameters if stored is None else _cpu_memory(stored)
     return memory_size((stored or checkpoint).tensors.values())
 
 
-def fits_float32(needed: int, memory: int) -> bool:
+def fits_on_cpu(needed: int, memory: int) -> bool:
     """Whether `memory` bytes have room for weights of `needed` bytes on a CPU, and for everything else."""
     return needed < 0.7 * memory
 
@@ -97,7 +97,7 @@ def _cpu_memory(checkpoint: Checkpoint) -> int:
 def _fits_float32(checkpoint: Checkpoint) -> bool:
     """Whether the weights fit in memory in float32. Warns if not; raises if they don't fit in their dtype either."""
     memory, needed = platform.total_memory(), _cpu_memory(checkpoint)
-    if fits_float32(needed, memory):
+    if fits_on_cpu(needed, memory):
         return True
     stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     hint = "mlxlm quantize" if checkpoint.config.quantization is None else "mlxlm quantize with fewer bits"
@@ -148,7 +148,9 @@ def load_submodule(
             or not _stays_quantized(module_quantization(quantization, name))
         }
         part = dequantize_tensors(part, {**quantization, **dict.fromkeys(set(packed) - dequantized, False)})
-        scales = {n: t for n, t in part.items() if n.endswith((".scales", ".biases")) and n.rpartition(".")[0] in packed}
+        scales = {
+            n: t for n, t in part.items() if n.endswith((".scales", ".biases")) and n.rpartition(".")[0] in packed
+        }
     if quantization:
         quantize_modules(module, part, prefix, quantization)
     if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, MLX's quantized products are even slower
