@@ -13,7 +13,7 @@ from mlxlm.backend.cpu_extension import load_extension
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules, rounded_scales, unpacked_shapes
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, memory_size
+from mlxlm.checkpoint.lazy_tensor import LazyTensors, memory_size
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
@@ -85,13 +85,13 @@ def fits_on_cpu(needed: int, memory: int) -> bool:
 
 def _cpu_memory(checkpoint: Checkpoint) -> int:
     """Bytes of the weights on a CPU: float32, except for those that stay quantized."""
-    quantization, quantized = checkpoint.config.quantization or {}, 0
-    packed = {name.removesuffix("scales") for name in checkpoint.tensors if name.endswith(".scales")}
-    stay = [name for name in packed if _stays_quantized(module_quantization(quantization, name[:-1]))]
-    names = tuple(f"{name}{part}" for name in stay for part in ("weight", "scales", "biases"))
-    quantized = memory_size(checkpoint.tensors[name] for name in names)
-    shapes = unpacked_shapes(checkpoint.tensors, quantization, str(checkpoint.path))
-    return quantized + 4 * sum(math.prod(shape) for name, shape in shapes.items() if name not in names)
+    tensors, quantization = checkpoint.tensors, checkpoint.config.quantization or {}
+    packed = [name.rpartition(".")[0] for name in tensors if name.endswith(".scales")]
+    stay = [name for name in packed if _stays_quantized(module_quantization(quantization, name))]
+    quantized = {f"{name}.{kind}" for name in stay for kind in ("weight", "scales", "biases")}
+    shapes = unpacked_shapes(tensors, quantization, str(checkpoint.path))
+    floats = sum(math.prod(shape) for name, shape in shapes.items() if name not in quantized)
+    return memory_size(tensors[name] for name in quantized) + 4 * floats
 
 
 def _fits_float32(checkpoint: Checkpoint) -> bool:
@@ -137,27 +137,25 @@ def load_submodule(
     """
     prefix = f"{prefix}." if prefix else ""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    scales: LazyTensors = {}
+    scales: set[str] = set()  # of matrices that stay quantized on a CPU
     if quantization and ON_CPU and fits_float32:
-        layers = dict(module.named_modules())
-        packed = {name.rpartition(".")[0]: name for name in part if name.endswith(".scales")}
-        dequantized = {
+        layers = {f"{prefix}{name}": layer for name, layer in module.named_modules()}
+        packed = {name.rpartition(".")[0] for name in part if name.endswith(".scales")}
+        stay = {
             name
             for name in packed
-            if not isinstance(layers[name.removeprefix(prefix)], _MULTIPLIED_ON_CPU)
-            or not _stays_quantized(module_quantization(quantization, name))
+            if isinstance(layers[name], _MULTIPLIED_ON_CPU)
+            and _stays_quantized(module_quantization(quantization, name))
         }
-        part = dequantize_tensors(part, {**quantization, **dict.fromkeys(set(packed) - dequantized, False)})
-        scales = {
-            n: t for n, t in part.items() if n.endswith((".scales", ".biases")) and n.rpartition(".")[0] in packed
-        }
+        part = dequantize_tensors(part, {**quantization, **dict.fromkeys(stay, False)})
+        scales = {f"{name}.{kind}" for name in stay for kind in ("scales", "biases")}
     if quantization:
         quantize_modules(module, part, prefix, quantization)
     if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, MLX's quantized products are even slower
         values = _in_float32({name: tensor for name, tensor in part.items() if name not in scales})
+        values |= {name: part[name].read() for name in scales}
     else:
         values = {name: tensor.read() for name, tensor in part.items()}
-    values |= {name: tensor.read() for name, tensor in scales.items()}
     module.load_weights([(name.removeprefix(prefix), value) for name, value in values.items()])
     module.eval()
 

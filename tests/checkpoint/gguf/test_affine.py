@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint import gguf, load, load_checkpoint, open_checkpoint, save_weights
 from mlxlm.checkpoint.gguf import affine, deepseek2
 from mlxlm.checkpoint.gguf.header import ggml_types, read_header
