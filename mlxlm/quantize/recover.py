@@ -6,8 +6,9 @@ does, and the second phase of EfficientQAT (Chen et al. 2024, arXiv:2407.11062).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def recover(job: Job, plan: QuantizationPlan, quantized: QuantizedTensors) -> Qu
     tensors = {name: lazy_tensor(tensor.read()) for name, tensor in quantized.tensors.items()}
     eval_arrays([tensor.read() for tensor in tensors.values()])
     config = source.config.with_changes(quantization=None)
-    targets = _Targets(source, config, windows)
+    targets = _Targets(source, config, windows, partial(job.progress, "running the source"))
     free_memory()
     student = load_base(source.with_tensors(tensors, plan.quantization_config()), config)
     student.model.grad_checkpoint = True
@@ -111,7 +112,7 @@ def recover(job: Job, plan: QuantizationPlan, quantized: QuantizedTensors) -> Qu
         deltas = optimizer.apply_gradients(gradients, deltas)
         eval_arrays([deltas, optimizer.state])
     student.eval()
-    if measure(deltas) >= before:
+    if not measure(deltas) < before:  # NaN, too
         deltas = start
     job.progress("recovering", STEPS, STEPS)
     changed = {name: lazy_tensor(value) for name, value in trained.stored(deltas).items()}
@@ -123,14 +124,17 @@ def recover(job: Job, plan: QuantizationPlan, quantized: QuantizedTensors) -> Qu
 class _Targets:
     """The source's last hidden state for each token of the text, from which its head makes the logits."""
 
-    def __init__(self, source: Checkpoint, config: ModelConfig, windows: np.ndarray):
+    def __init__(
+        self, source: Checkpoint, config: ModelConfig, windows: np.ndarray, progress: Callable[[int, int], None]
+    ):
         model = load_base(source, config)
         model.eval()
         self._tokens, hidden = mx.array(windows), []
-        for tokens in self._tokens:
+        for done, tokens in enumerate(self._tokens, start=1):
             self._logits = linear_logits(model, tokens[None], None, config.vocab_size)
             hidden.append(self._logits.hidden)
             eval_arrays(hidden[-1])
+            progress(done, len(windows))
         self._hidden = mx.stack(hidden)
         eval_arrays(self._hidden)
 

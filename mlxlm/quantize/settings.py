@@ -70,8 +70,7 @@ class QuantizationSettings:
     )
     recover: bool = _method(
         False,
-        "Then train scales, biases and norms on the calibration text, to the logits of SOURCE. Takes about twice as "
-        "long as gptq.",
+        "Then train scales, biases and norms on the calibration text, to the logits of SOURCE. Takes longer than gptq.",
         common=True,
     )
     eval_text: Path | str | None = _output(

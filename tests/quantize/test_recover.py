@@ -74,8 +74,9 @@ def test_gradients_are_those_of_finite_differences(bits):
         assert gradient == pytest.approx(slope, rel=2e-3, abs=2e-3)
 
 
-def test_a_model_that_recovery_makes_worse_stays_as_it_was(model, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr(recover, "LEARNING_RATE", 100.0)
+@pytest.mark.parametrize("learning_rate", [100.0, float("nan")])
+def test_a_model_that_recovery_makes_worse_stays_as_it_was(model, tmp_path, texts, monkeypatch, learning_rate):
+    monkeypatch.setattr(recover, "LEARNING_RATE", learning_rate)
     monkeypatch.setattr(recover, "STEPS", 2)
     quantize(model, tmp_path / "plain", bits=4, evaluate=False)
     quantize(model, tmp_path / "out", bits=4, evaluate=False, recover=True, calibration_text=texts[0])
