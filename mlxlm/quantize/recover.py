@@ -60,10 +60,9 @@ def check_recovery(source: Source, texts: QuantizationTexts) -> None:
 def recovery_bytes(config: ModelConfig, parameters: int) -> int:
     """Bytes of memory that `recover` needs, without activations.
 
-    The model in float32 and packed, and the source's head, its gradients and its last hidden state for each token.
+    The weights in float32 with their gradients, and packed; the source's head, and its last hidden state for each token.
     """
-    head = 4 * config.vocab_size * config.hidden_size
-    return 5 * parameters + 2 * head + 4 * CALIBRATION_TOKENS * config.hidden_size
+    return 9 * parameters + 4 * (config.vocab_size + CALIBRATION_TOKENS) * config.hidden_size
 
 
 def recover(job: Job, plan: QuantizationPlan, quantized: QuantizedTensors) -> QuantizedTensors:
