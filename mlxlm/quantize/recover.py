@@ -60,7 +60,7 @@ def check_recovery(source: Source, texts: QuantizationTexts) -> None:
 def recovery_bytes(config: ModelConfig, parameters: int) -> int:
     """Bytes of memory that `recover` needs, without activations.
 
-    The weights in float32 with their gradients, and packed; the source's head, and its last hidden state for each token.
+    The weights in float32 with their gradients, and packed; the source's head and last hidden states.
     """
     return 9 * parameters + 4 * (config.vocab_size + CALIBRATION_TOKENS) * config.hidden_size
 
