@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
+import subprocess
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,8 +39,33 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the workers of pytest-xdist inherit the environment
+        precompile_header(config)
     if config.getoption("device") != "cpu" and install.current is None:
         raise pytest.UsageError("--device must be given on the command line")
+
+
+def precompile_header(config):
+    """Put a g++ first in PATH that has the header of MLX's CPU kernels precompiled: 0.2 s for each kernel, not 1.2 s.
+
+    A run of all tests compiles about 900 of them.
+    """
+    compiler = shutil.which("g++")
+    include = Path(find_spec("mlx.core").origin).parent / "include"
+    header = Path("mlx/backend/cpu/compiled_preamble.h")
+    if compiler is None or not (include / header).exists():
+        return
+    folder = Path(tempfile.mkdtemp(prefix="mlxlm-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    output = folder / f"{header}.gch"
+    output.parent.mkdir(parents=True)
+    flags = ["-std=c++17", "-O3", "-fPIC", "-I", include]  # MLX's, or the compiler wouldn't use it
+    command = [compiler, *flags, "-w", "-x", "c++-header", include / header, "-o", output]
+    if subprocess.run(command, capture_output=True).returncode == 0:
+        wrapper = folder / "g++"
+        wrapper.write_text(f'#!/bin/sh\nexec {compiler} -I {folder} "$@"\n')
+        wrapper.chmod(0o755)
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "in", "old", "garden", "while", "rain"]
@@ -44,9 +73,13 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "i
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """Use an empty cache folder, so that measurements of this machine don't affect the tests."""
+    """Use an empty cache folder, so that measurements of this machine don't affect the tests.
+
+    It is shared by the workers of pytest-xdist, so that one of them compiles quantized_matmul.cpp.
+    """
+    base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
         yield
 
 

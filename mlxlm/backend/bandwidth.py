@@ -1,8 +1,8 @@
 """Memory bandwidth: the bytes that a decoded token reads, and what the machine's memory delivers.
 
 A decoded token reads every weight once, and the keys and values of every token before it. For a single sequence this,
-not arithmetic, limits the speed. Only these reads are counted, with the dtypes that the arrays have in memory (on a CPU
-they are dequantized); activations are not, so that the bytes are a lower bound.
+not arithmetic, limits the speed. Only these reads are counted, with the dtypes that the arrays have in memory;
+activations are not, so that the bytes are a lower bound.
 """
 
 from __future__ import annotations

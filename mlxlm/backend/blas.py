@@ -82,6 +82,11 @@ class Blas:
         """Whether `single_threaded` works."""
         return bool(self._libraries) and len(self._thread_functions) == len(self._libraries)
 
+    @property
+    def shares_loops(self) -> bool:
+        """Whether the process has the function `mlxlm_parallel_for` of blas_route.c."""
+        return self._router is not None
+
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
         """Inside, each product runs on its calling thread, so that several threads can compute products at once.
@@ -101,14 +106,14 @@ class Blas:
             with self._lock:
                 self._single_threaded.pop()
                 if not self._single_threaded:
-                    self._set_router_threads(2)
+                    self._set_router_threads(platform.cpu_cores())
                     for (set_threads, _), number in zip(self._thread_functions, self._saved_threads, strict=True):
                         set_threads(number)
 
     def _set_router_threads(self, number: int) -> None:
         if self._router is None:
             return
-        self._router.mlxlm_set_num_threads(min(number, platform.cpu_cores()))
+        self._router.mlxlm_set_num_threads(number)
         if len(self._libraries) == 2:
             self._router.mlxlm_set_min_size(_MIN_OPENBLAS_SIZE if number == 1 else _NEVER_OPENBLAS)
 
@@ -226,7 +231,7 @@ def _load_router(library: ctypes.CDLL | None, with_openblas: bool) -> Blas:
             # Its threads wait for each other in a loop. If another program takes a core, products are 100 times slower.
             router.mlxlm_set_openblas_threads(set_threads, max(1, getattr(libraries[0], getter)() - 1))
     blas = Blas(" and ".join(names), path, tuple(libraries), router)
-    blas._set_router_threads(2)
+    blas._set_router_threads(platform.cpu_cores())
     ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)  # from here on, all of MLX's products go through the router
     return blas
 

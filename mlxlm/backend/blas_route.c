@@ -75,19 +75,20 @@ static void compute(const Product* p) {
   }
 }
 
-/* A second thread, which computes half of a product: one core doesn't use all of the memory's bandwidth. For a while
- * after each product it polls for the next, since waking a thread takes as long as a product of a small model. */
-enum { POLL_NANOSECONDS = 200000, MIN_SHARED_SIZE = 1 << 18 };
+/* Threads that share a loop with its caller: one core doesn't use all of the memory's bandwidth. For a while after each
+ * loop they poll for the next, since waking a thread takes as long as a product of a small model. */
+enum { POLL_NANOSECONDS = 200000, MAX_THREADS = 16, MIN_SHARED_SIZE = 1 << 18 };
 
-static int num_threads = 1;
+static int num_threads = 1, num_started;
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER, sleeping = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t posted = PTHREAD_COND_INITIALIZER;
-static int started;
-static atomic_uint num_posted, num_done;
-static Product half;
+static void (*loop_body)(void*, int);
+static void* loop_context;
+static atomic_ullong loop; /* its number, its chunks, and the next chunk, in 32, 16 and 16 bits */
+static atomic_int num_done;
 
-/* Large products by a vector run on this many threads, 1 or 2. Must not be called during a product. */
-void mlxlm_set_num_threads(int number) { num_threads = number; }
+/* Loops run on this many threads. Must not be called during a product. */
+void mlxlm_set_num_threads(int number) { num_threads = number < MAX_THREADS ? number : MAX_THREADS; }
 
 static int64_t nanoseconds(void) {
   struct timespec time;
@@ -95,37 +96,62 @@ static int64_t nanoseconds(void) {
   return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
 
-static void* compute_halves(void* unused) {
+static void run_chunks(void) {
   for (;;) {
-    unsigned done = atomic_load(&num_done);
+    unsigned long long state = atomic_load(&loop);
+    do {
+      if ((state & 0xffff) == (state >> 16 & 0xffff)) return;
+    } while (!atomic_compare_exchange_weak(&loop, &state, state + 1));
+    loop_body(loop_context, (int)(state & 0xffff)); /* the caller waits for this chunk: the body is still this loop's */
+    atomic_fetch_add(&num_done, 1);
+  }
+}
+
+static void* share_loops(void* unused) {
+  for (;;) {
+    unsigned long long number = atomic_load(&loop) >> 32;
+    run_chunks();
     int64_t end = nanoseconds() + POLL_NANOSECONDS;
-    while (atomic_load(&num_posted) == done && nanoseconds() < end) sched_yield();
+    while (atomic_load(&loop) >> 32 == number && nanoseconds() < end) sched_yield();
     pthread_mutex_lock(&sleeping);
-    while (atomic_load(&num_posted) == done) pthread_cond_wait(&posted, &sleeping);
+    while (atomic_load(&loop) >> 32 == number) pthread_cond_wait(&posted, &sleeping);
     pthread_mutex_unlock(&sleeping);
-    compute(&half);
-    atomic_store(&num_done, done + 1);
   }
   return unused;
 }
 
-/* The thread does not exist in a forked process. */
-static void reset_thread(void) {
+/* The threads do not exist in a forked process. */
+static void reset_threads(void) {
   pthread_mutex_init(&in_use, 0);
   pthread_mutex_init(&sleeping, 0);
   pthread_cond_init(&posted, 0);
-  started = 0;
-  atomic_store(&num_done, atomic_load(&num_posted));
+  num_started = 0;
 }
 
-static int start_thread(void) {
+__attribute__((constructor)) static void prepare_fork(void) { pthread_atfork(0, 0, reset_threads); }
+
+/* Call body(context, i) for each chunk i, of at most 65,535, on all threads. Chunks of a second caller run on its own. */
+void mlxlm_parallel_for(int chunks, void (*body)(void*, int), void* context) {
+  if (num_threads < 2 || chunks < 2 || pthread_mutex_trylock(&in_use)) {
+    for (int i = 0; i < chunks; i++) body(context, i);
+    return;
+  }
   pthread_t thread;
-  if (started) return 1;
-  started = !pthread_create(&thread, 0, compute_halves, 0) && !pthread_detach(thread);
-  return started;
+  while (num_started < num_threads - 1 && !pthread_create(&thread, 0, share_loops, 0) && !pthread_detach(thread))
+    num_started++;
+  loop_body = body;
+  loop_context = context;
+  atomic_store(&num_done, 0);
+  pthread_mutex_lock(&sleeping);
+  atomic_store(&loop, ((atomic_load(&loop) >> 32) + 1) << 32 | (unsigned long long)chunks << 16);
+  pthread_cond_broadcast(&posted);
+  pthread_mutex_unlock(&sleeping);
+  run_chunks();
+  while (atomic_load(&num_done) != chunks) sched_yield();
+  pthread_mutex_unlock(&in_use);
 }
 
-__attribute__((constructor)) static void prepare_fork(void) { pthread_atfork(0, 0, reset_thread); }
+static void compute_part(void* parts, int i) { compute((const Product*)parts + i); }
 
 static void multiply(int trans, int rows, int columns, float alpha, const float* a, int lda, const float* x, int incx,
                      float beta, float* y, int incy, int vectors, int x_step, int y_step) {
@@ -136,25 +162,12 @@ static void multiply(int trans, int rows, int columns, float alpha, const float*
     return;
   }
   /* The halves are the same on one thread: a sum can depend on where its row is in a product. */
-  Product first = all, second = all;
-  first.rows = rows / 2;
-  second.rows = rows - first.rows;
-  second.a += (int64_t)first.rows * lda;
-  second.y += (int64_t)first.rows * incy;
-  int acquired = num_threads > 1 && !pthread_mutex_trylock(&in_use);
-  if (acquired && start_thread()) {
-    half = second;
-    pthread_mutex_lock(&sleeping);
-    unsigned number = atomic_fetch_add(&num_posted, 1) + 1;
-    pthread_cond_signal(&posted);
-    pthread_mutex_unlock(&sleeping);
-    compute(&first);
-    while (atomic_load(&num_done) != number) sched_yield();
-  } else {
-    compute(&first);
-    compute(&second);
-  }
-  if (acquired) pthread_mutex_unlock(&in_use);
+  Product halves[] = {all, all};
+  halves[0].rows = rows / 2;
+  halves[1].rows = rows - rows / 2;
+  halves[1].a += (int64_t)halves[0].rows * lda;
+  halves[1].y += (int64_t)halves[0].rows * incy;
+  mlxlm_parallel_for(2, compute_part, halves);
 }
 
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,

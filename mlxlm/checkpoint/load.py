@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlxlm.backend import platform
+from mlxlm.backend.cpu_extension import load_extension
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
-from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules, rounded_scales
+from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules, rounded_scales, unpacked_shapes
 from mlxlm.checkpoint.lazy_tensor import LazyTensors, memory_size
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import module_quantization
+from mlxlm.kernels.quantized_matmul import multiplies_on_cpu
 from mlxlm.model import Block, Decoder
 from mlxlm.model.block import layer_caches
+from mlxlm.model.decoder import Embedding
+from mlxlm.model.experts import SwitchLinear
+from mlxlm.model.linear import Linear
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_MEMORY_FRACTION = 0.9  # for the weights
+_MULTIPLIED_ON_CPU = (Linear, Embedding, SwitchLinear)  # without being dequantized
 LAYER_PREFIX = "model.layers"
 # State between two layers: the residual stream and the previous layer's output, not yet added to it (None after the
 # embedding, and with norms on the residual stream), both [B, T, hidden].
@@ -40,10 +48,10 @@ def load_model(source: Path | str, adapter: Path | str | None = None) -> tuple[n
 def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
     """Load the model of an open checkpoint in evaluation mode.
 
-    On a GPU, weights keep their dtype and quantization (that of a GGUF file in MLX's format, see `gguf.affine`) and are
-    read on first use. On a CPU, they are read immediately and converted to float32, since MLX's half-precision and
-    quantized products are 10 to 1000 times slower there. If float32 doesn't fit in memory, weights keep their dtype,
-    with a warning.
+    Quantized weights stay quantized (those of a GGUF file in MLX's format, see `gguf.affine`). On a GPU, other weights
+    keep their dtype and are read on first use. On a CPU, they are read immediately and converted to float32, since
+    MLX's half-precision products are 10 to 1000 times slower there; and so are quantized ones that `multiplies_on_cpu`
+    doesn't know. If they don't fit in memory, all weights keep their dtype, with a warning.
 
     Raises:
         CheckpointError: The weights don't fit in memory at all.
@@ -56,7 +64,7 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
         return load_with_mlx_lm(checkpoint)
     stored = checkpoint.packed or checkpoint
     in_float32 = ON_CPU and _fits_float32(stored)
-    source = checkpoint if in_float32 else stored
+    source = checkpoint if in_float32 and not load_extension().module else stored
     model = Decoder(source.config)
     load_submodule(model, _rounded_scales(source), "", source.config.quantization, in_float32)
     return model, source.config
@@ -64,21 +72,32 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
 
 def weights_memory(checkpoint: AnyCheckpoint, parameters: int) -> int:
     """Bytes of the weights once they are loaded on this machine."""
-    config, packed = (checkpoint.config, checkpoint.packed) if isinstance(checkpoint, Checkpoint) else (None, None)
-    if ON_CPU and (config is None or fits_float32(config, platform.total_memory())):
-        return 4 * parameters
-    return memory_size((packed or checkpoint).tensors.values())
+    stored = checkpoint.packed or checkpoint if isinstance(checkpoint, Checkpoint) else None
+    if ON_CPU and (stored is None or fits_on_cpu(_cpu_memory(stored), platform.total_memory())):
+        return 4 * parameters if stored is None else _cpu_memory(stored)
+    return memory_size((stored or checkpoint).tensors.values())
 
 
-def fits_float32(config: ModelConfig, memory: int) -> bool:
-    """Whether `memory` bytes have room for the weights in float32 and for everything else."""
-    return 4 * config.parameter_count() < 0.7 * memory
+def fits_on_cpu(needed: int, memory: int) -> bool:
+    """Whether `memory` bytes have room for weights of `needed` bytes on a CPU, and for everything else."""
+    return needed < 0.7 * memory
+
+
+def _cpu_memory(checkpoint: Checkpoint) -> int:
+    """Bytes of the weights on a CPU: float32, except for those that stay quantized."""
+    tensors, quantization = checkpoint.tensors, checkpoint.config.quantization or {}
+    packed = [name.rpartition(".")[0] for name in tensors if name.endswith(".scales")]
+    stay = [name for name in packed if _stays_quantized(module_quantization(quantization, name))]
+    quantized = {f"{name}.{kind}" for name in stay for kind in ("weight", "scales", "biases")}
+    shapes = unpacked_shapes(tensors, quantization, str(checkpoint.path))
+    floats = sum(math.prod(shape) for name, shape in shapes.items() if name not in quantized)
+    return memory_size(tensors[name] for name in quantized) + 4 * floats
 
 
 def _fits_float32(checkpoint: Checkpoint) -> bool:
     """Whether the weights fit in memory in float32. Warns if not; raises if they don't fit in their dtype either."""
-    memory, needed = platform.total_memory(), 4 * checkpoint.config.parameter_count()
-    if fits_float32(checkpoint.config, memory):
+    memory, needed = platform.total_memory(), _cpu_memory(checkpoint)
+    if fits_on_cpu(needed, memory):
         return True
     stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     hint = "mlxlm quantize" if checkpoint.config.quantization is None else "mlxlm quantize with fewer bits"
@@ -86,7 +105,7 @@ def _fits_float32(checkpoint: Checkpoint) -> bool:
         raise CheckpointError(
             f"{checkpoint.path}: its weights take {stored / 1e9:.3g} GB, this machine has {memory / 1e9:.3g} GB", hint
         )
-    problem = f"{checkpoint.path} needs {needed / 1e9:.3g} GB in float32, this machine has {memory / 1e9:.3g} GB"
+    problem = f"{checkpoint.path} needs {needed / 1e9:.3g} GB on a CPU, this machine has {memory / 1e9:.3g} GB"
     warnings.warn(f"{problem}: it keeps its dtype, which is slow on a CPU (try: {hint})", stacklevel=3)
     return False
 
@@ -106,7 +125,8 @@ def load_submodule(
 ) -> None:
     """Load the weights of one part of a decoder.
 
-    On a CPU they are dequantized to float32; on a GPU, quantized matrices become MLX's quantized layers.
+    Quantized matrices become quantized layers. On a CPU, other weights become float32, and so do quantized ones of a
+    format or in a layer for which there are only MLX's products.
 
     Args:
         module: The part, changed in place.
@@ -117,16 +137,31 @@ def load_submodule(
     """
     prefix = f"{prefix}." if prefix else ""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    scales: set[str] = set()  # of matrices that stay quantized on a CPU
     if quantization and ON_CPU and fits_float32:
-        part = dequantize_tensors(part, quantization)
-    elif quantization:
+        layers = {f"{prefix}{name}": layer for name, layer in module.named_modules()}
+        packed = {name.rpartition(".")[0] for name in part if name.endswith(".scales")}
+        stay = {
+            name
+            for name in packed
+            if isinstance(layers[name], _MULTIPLIED_ON_CPU)
+            and _stays_quantized(module_quantization(quantization, name))
+        }
+        part = dequantize_tensors(part, {**quantization, **dict.fromkeys(stay, False)})
+        scales = {f"{name}.{kind}" for name in stay for kind in ("scales", "biases")}
+    if quantization:
         quantize_modules(module, part, prefix, quantization)
-    if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, quantized products are even slower
-        values = _in_float32(part)
+    if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, MLX's quantized products are even slower
+        values = _in_float32({name: tensor for name, tensor in part.items() if name not in scales})
+        values |= {name: part[name].read() for name in scales}
     else:
         values = {name: tensor.read() for name, tensor in part.items()}
     module.load_weights([(name.removeprefix(prefix), value) for name, value in values.items()])
     module.eval()
+
+
+def _stays_quantized(format: Mapping[str, Any] | None) -> bool:
+    return format is not None and multiplies_on_cpu(**format)
 
 
 def _rounded_scales(checkpoint: Checkpoint) -> LazyTensors:

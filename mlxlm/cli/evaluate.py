@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,6 @@ from mlxlm.cli.options import (
     option,
     reject_unused_options,
 )
-from mlxlm.cli.suite_report import print_checkpoints, print_suite
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.data import Document
 from mlxlm.data.sources import read_documents, total_bytes, unseekable_source
@@ -43,6 +42,8 @@ from mlxlm.utils.json_files import json_line
 if TYPE_CHECKING:
     from mlxlm.evaluate.loss import TextLoss
     from mlxlm.evaluate.small_world import KindScore
+    from mlxlm.evaluate.suite.estimates import Estimate
+    from mlxlm.evaluate.suite.suite import Score, SuiteResult
 
 _WINDOW_OPTIONS = ("context_length", "stride", "adapt", "adapt_learning_rate")
 _TEXT_OPTIONS = (*_WINDOW_OPTIONS, "text_column", "on_bad_input")
@@ -193,9 +194,8 @@ def _evaluate_texts(
 def _evaluate_suite(
     model: str, adapter: Path | None, texts: tuple[str, ...], options: dict[str, Any], as_json: bool
 ) -> None:
-    from mlxlm.evaluate.suite.checkpoints import evaluate_checkpoints
     from mlxlm.evaluate.suite.plot import FORMATS, suite_figure
-    from mlxlm.evaluate.suite.suite import FAST, FULL, evaluate_suite
+    from mlxlm.evaluate.suite.suite import FAST, FULL, evaluate_checkpoints, evaluate_suite
 
     plot, size, seed = options["plot"], FAST if options["fast"] else FULL, options["seed"] or 0
     if plot is not None and plot.suffix.lower() not in FORMATS:
@@ -227,16 +227,77 @@ def _evaluate_suite(
     else:
         if is_run:
             render.result(f"best checkpoint: step {best}")
-        print_suite(results[best])
+        _print_suite(results[best])
         if len(results) > 1:
             render.result("")
-            print_checkpoints(results)
+            _print_checkpoints(results)
     if is_run:
         from mlxlm.train import Run
 
         run = Run.open(model)
         run.write_plots()
         render.say(f"the curves are in {run.path / REPORT_FILE}")
+
+
+def _print_suite(result: SuiteResult) -> None:
+    """Print the scores as tables on stdout, with 95 % confidence intervals in brackets."""
+    grammar = [score for score in result.scores if score.group == "grammar"]
+    rows = [(s.condition or s.name, _share(s.estimate)) for s in grammar]
+    render.print_table(rows, ("minimal pairs", f"accuracy (chance 50%), {grammar[0].count} each"))
+    tasks = [score for score in result.scores if score.group == "tasks"]
+    choices = [score for score in tasks if score.exact_match is not None]
+    if choices:
+        render.result("")
+        render.print_table(
+            [
+                (s.name, s.condition, _share(s.estimate), f"{s.chance:.0%}", _share(s.exact_match))
+                for s in choices
+                if s.exact_match is not None
+            ],
+            ("task", "", "accuracy", "chance", "exact match"),
+        )
+    repeated: dict[str, list[Score]] = {}
+    for score in tasks:
+        if score.exact_match is None:
+            repeated.setdefault(score.condition, []).append(score)
+    if repeated:
+        render.result("")
+        render.print_table(
+            [
+                ("induction", condition, _number(new.estimate), _number(again.estimate), _share(reduction.estimate))
+                for condition, (new, again, reduction) in repeated.items()
+            ],
+            ("task", "", "bits per byte, new", "repeated", "loss reduction"),
+        )
+    text = [score for score in result.scores if score.group == "text"]
+    render.result("")
+    values = [(s.metric, _share(s.estimate)) for s in text if s.metric != "loss"]
+    render.print_table(values, ("next-token predictions", ""))
+    render.result("")
+    losses = [(s.condition.removesuffix(" before"), _number(s.estimate)) for s in text if s.metric == "loss"]
+    render.print_table(losses, ("tokens before", "loss (nats per token)"))
+    if result.left_out:
+        render.say(f"too long for the model's context: {'; '.join(result.left_out)}", style="yellow")
+
+
+def _print_checkpoints(results: Mapping[int, SuiteResult]) -> None:
+    """Print the scores over all conditions of each checkpoint."""
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for step, result in results.items():
+        for score in result.scores:
+            if score.condition == "all":
+                cells = rows.setdefault((score.name, score.metric), {})
+                cells[step] = f"{score.estimate.value:.3f}"
+    table = [(*names, *(cells.get(step, "") for step in results)) for names, cells in rows.items()]
+    render.print_table(table, ("", "", *(f"step {step}" for step in results)))
+
+
+def _share(estimate: Estimate) -> str:
+    return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"
+
+
+def _number(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def _evaluate_multiple_choice(model: str, adapter: Path | None, path: Path, out: Path | None, as_json: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,13 @@ from mlxlm.cli.options import (
     reject_unused_options,
 )
 from mlxlm.cli.training_options import print_read
-from mlxlm.data.builtin import write_python_reference
 from mlxlm.data.manifest import Manifest
 from mlxlm.data.options import DataOptions, parse_weighted_sources
 from mlxlm.data.small_world.corpus import write_small_world
 from mlxlm.data.sources import total_bytes
-from mlxlm.utils.errors import DataError
-from mlxlm.utils.files import check_not_exists
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
-SMALL_WORLD = "small-world"
-CORPORA = [SMALL_WORLD, "python-reference"]
-_SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
+SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
 _BUILTIN = "Write this corpus to --out, a new .jsonl file of conversations, instead of shards."
 _SEED = "Random seed that chooses the held-out documents, or the conversations of small-world.  [default: 0]"
 _VALIDATION_FRACTION = (
@@ -54,7 +48,7 @@ _VALIDATION_FRACTION = (
 @option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
 @option("Validation", "--seed", int, _SEED)
-@option("Built-in corpus", "--builtin", CORPORA, _BUILTIN)
+@option("Built-in corpus", "--builtin", ["small-world"], _BUILTIN)
 @option("Built-in corpus", "--size", SIZE, "Size of small-world.  [default: 5MB]", metavar="SIZE")
 @json_option
 def prepare(
@@ -67,17 +61,16 @@ def prepare(
 
     The corpus small-world has conversations in simple English for small models: stories, questions about them, sums,
     sorting, spelling and opposites. A tenth of all combinations of words is held out for `mlxlm evaluate MODEL
-    --small-world`. python-reference is Python's language reference.
+    --small-world`.
     """
     size = options.pop("size")
     if builtin is not None:
         unused = [*(["SOURCES"] if sources else []), *given_flags({"tokenizer", "as_json", *options} - {"seed"})]
         if unused:
             raise click.UsageError(f"{unused[0]} would have no effect: --builtin writes text")
-        if builtin != SMALL_WORLD and (size is not None or options["seed"] is not None):
-            raise click.UsageError(f"--size and --seed are for {SMALL_WORLD}")
-        with render.bytes_progress("Writing", size or _SMALL_WORLD_BYTES) as advance:
-            write_corpus(builtin, out, size, options["seed"] or 0, advance)
+        size = size or SMALL_WORLD_BYTES
+        with render.bytes_progress("Writing", size) as advance:
+            write_small_world(out, size, options["seed"] or 0, advance)
         render.say(f"wrote {human_bytes(out.stat().st_size)}")
         render.result(str(out))
         return
@@ -115,18 +108,3 @@ def _rows(manifest: Manifest) -> list[tuple[str, int, int, str]]:
     if len(manifest.parts) > 1:
         splits = {f"train: {p.name}, {p.weight:.1%}": p.train for p in manifest.parts} | splits
     return [(name, s.tokens, s.documents, human_bytes(s.bytes)) for name, s in splits.items()]
-
-
-def write_corpus(
-    name: str,
-    out: Path,
-    size: int | None = None,
-    seed: int = 0,
-    progress: Callable[[int], None] = lambda _num_bytes: None,
-) -> None:
-    """Write one of CORPORA to a new file; `size` (5 MB by default) and `seed` are for small-world."""
-    if name == SMALL_WORLD:
-        write_small_world(out, size or _SMALL_WORLD_BYTES, seed, progress)
-    else:
-        check_not_exists(out, DataError, "another --out")
-        write_python_reference(out)

@@ -112,6 +112,9 @@ def notes(report: QuantizationReport) -> Iterator[str]:
         yield f"rounded to nearest, because the calibration text has too few tokens for them: {count} experts' matrices"
     if report.calibration_text:
         yield f"calibrated on: {report.calibration_text}"
+    if before := report.metrics_before_recovery:
+        agreement = f"top-1 agreement {100 * before.top1_agreement:.1f} %"
+        yield f"before recovery: KL {before.kl:.5f}, {agreement}, {before.bits_per_byte_after:.4f} bits per byte"
     if report.metrics:
         metrics = report.metrics
         windows = render.windows(metrics.context_length, metrics.stride)

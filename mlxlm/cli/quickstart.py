@@ -26,15 +26,14 @@ from mlxlm.cli.options import (
     SectionedCommand,
     allow_sleep_option,
     data_option,
-    is_given,
     option,
     reject_unused_options,
 )
-from mlxlm.cli.prepare import CORPORA, SMALL_WORLD, write_corpus
+from mlxlm.cli.prepare import SMALL_WORLD_BYTES
 from mlxlm.cli.training import phase, print_summary, run_training, stop_on_signal
 from mlxlm.cli.training_options import print_read
 from mlxlm.data.options import DataOptions
-from mlxlm.data.small_world.corpus import held_out_questions
+from mlxlm.data.small_world.corpus import held_out_questions, write_small_world
 from mlxlm.data.sources import read_documents
 from mlxlm.data.text import BadInput
 from mlxlm.families import load_preset
@@ -79,42 +78,34 @@ _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "requi
 
 @click.command(cls=SectionedCommand)
 @click.argument("files", nargs=-1, metavar="[FILE]...")
-@option(
-    "Training",
-    "--corpus",
-    CORPORA,
-    "Built-in text to train on without FILE: conversations in simple English, or Python's language reference.",
-    default=SMALL_WORLD,
-)
 @option("Training", "--out", PATH, "New folder for the run.  [default: mlxlm-quickstart]")
 @option("Training", "--minutes", float, "Time for tokenizer, data and training.", default=2.0)
 @data_option("on_bad_input", "Training")
 @allow_sleep_option("Training")
 @option("Chat", "--no-chat", bool, "Don't start a chat.")
 def quickstart(
-    files: tuple[str, ...], corpus: str, out: Path | None, minutes: float, on_bad_input: str | None, no_chat: bool
+    files: tuple[str, ...], out: Path | None, minutes: float, on_bad_input: str | None, no_chat: bool
 ) -> None:
     """Train a tokenizer and a small model, quantize it to 4 bits, and chat with it.
 
-    It trains on FILE, texts or conversations of a few kB or more, or on a built-in corpus. While it trains, it answers
-    the same three prompts again and again, and at the end it shows how the answers improved. It needs no network.
+    It trains on FILE, texts or conversations of a few kB or more, or on built-in conversations in simple English. While
+    it trains, it answers the same three prompts again and again, and at the end it shows how the answers improved. It
+    needs no network.
     """
     from mlxlm.quantize import quantize
 
-    given = {"corpus": is_given("corpus"), "on_bad_input": on_bad_input}
-    reject_unused_options(given, (files, ["corpus"], "there is a FILE"))
-    reject_unused_options(given, (not files, ["on_bad_input"], "there is no FILE"))
-    is_small_world = not files and corpus == SMALL_WORLD
+    reject_unused_options({"on_bad_input": on_bad_input}, (not files, ["on_bad_input"], "there is no FILE"))
     out = out or unused_path(Path("mlxlm-quickstart"))
     with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder, "small-world.jsonl")
         if not files:
-            write_corpus(corpus, Path(folder, f"{corpus}.jsonl"))
-        sources = files or (str(Path(folder, f"{corpus}.jsonl")),)
+            write_small_world(corpus, SMALL_WORLD_BYTES)
+        sources = files or (str(corpus),)
         text = Preview.read(sources, on_bad_input or "stop")
-        what = ", ".join(files) or f"the built-in corpus {corpus}"
+        what = ", ".join(files) or "the built-in corpus small-world"
         render.say(f"1. Training a tokenizer and a small model on {what}")
         run = _new_run(sources, text, out, minutes, on_bad_input or "stop")
-    prompts = held_out_prompts() if is_small_world else text.prompts
+    prompts = text.prompts if files else held_out_prompts()
     GenerationConfig({"temperature": TEMPERATURE}, prompts[0]).write(run.path)
     render.say(f"2. Training until {human_seconds(60 * minutes)} have passed (Ctrl-C saves and stops)")
     answers, stop = Answers(prompts, 60 * minutes), stop_on_signal()
@@ -130,7 +121,7 @@ def quickstart(
     answers.finish(lm)
     render.say("4. What it learned")
     answers.print()
-    if is_small_world:
+    if not files:
         label = "Asking new questions"
         render.print_small_world(small_world_scores(lm, label, _QUESTIONS_PER_KIND, temperature=TEMPERATURE))
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:

@@ -93,15 +93,14 @@ def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool)
 def decode(path: str) -> None:
     """Read token ids from standard input, and print their text. No newline is added."""
     loaded = open_tokenizer(path)
-    ids = []
-    for word in _stdin().read().split():
-        if not word.isdigit() or len(word) > 10:
-            shown = word[:20].decode("utf-8", "replace")
-            raise TokenizerError(f"'{shown}' is not a token id", "numbers with spaces between them")
-        ids.append(int(word))
-        if ids[-1] >= loaded.vocab_size:
-            size = loaded.vocab_size
-            raise TokenizerError(f"{ids[-1]} is not one of the tokenizer's {size} ids", f"ids from 0 to {size - 1}")
+    words = _stdin().read().split()
+    if wrong := next((word for word in words if not word.isdigit() or len(word) > 10), None):
+        raise TokenizerError(
+            f"'{wrong[:20].decode('utf-8', 'replace')}' is not a token id", "numbers with spaces between them"
+        )
+    ids, size = list(map(int, words)), loaded.vocab_size
+    if (highest := max(ids, default=0)) >= size:
+        raise TokenizerError(f"{highest} is not one of the tokenizer's {size} ids", f"ids from 0 to {size - 1}")
     out = sys.stdout.buffer
     text = loaded.decode(ids)
     out.write((printable(text) if out.isatty() else text).encode("utf-8"))

@@ -23,7 +23,7 @@ from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
-NUM_GREEDY_TOKENS = 64  # tokens
+NUM_GREEDY_TOKENS = 16
 
 _AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't represent
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low

@@ -1,14 +1,12 @@
-"""A built-in corpus: Python's language reference as conversations, to try everything without a download."""
+"""A built-in text for calibration and evaluation: Python's language reference as conversations."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from itertools import cycle
-from pathlib import Path
 
-from mlxlm.utils.errors import DataError, os_errors_as
+from mlxlm.utils.errors import DataError
 
 _ANSWER_CHARS = 600  # an answer with its question fits the context of the small presets
 _QUESTIONS = ("{0}", "What is {0}?", "Tell me about {0}.", "Explain {0}.", "{0} in Python")
@@ -40,13 +38,6 @@ def python_reference() -> Iterator[list[dict[str, str]]]:
                     messages.append({"role": "user", "content": next(follow_ups)})
                 messages.append({"role": "assistant", "content": part})
             yield messages
-
-
-def write_python_reference(path: Path) -> None:
-    """Write `python_reference` as JSON lines with "messages"."""
-    with os_errors_as(DataError, "write", path), path.open("w", encoding="utf-8") as file:
-        for messages in python_reference():
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.bandwidth import BytesPerToken, bandwidth_for, measure_bandwidth, weight_bytes
+from mlxlm.backend.cpu_extension import load_extension
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx, nn, tree_map
 from mlxlm.cache import KVOptions
 from mlxlm.config import ModelConfig
@@ -102,8 +103,8 @@ class DecodingChecks:
         return values
 
     def _measure(self, bits: int | None, kv_bits: int | None) -> dict[str, Any]:
-        if bits is not None and ON_CPU:
-            raise CheckSkipped("a CPU computes with dequantized weights")
+        if bits is not None and ON_CPU and (reason := load_extension().unavailable_reason):
+            raise CheckSkipped(f"quantized weights are dequantized: {reason}")
         lm = self._model(bits)
         kv = KVOptions(key_bits=kv_bits, value_bits=kv_bits)
         prompt, num_tokens, engine = self._prompt, self._sizes.tokens, get_engine(lm, kv)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxlm.backend import device, platform
 from mlxlm.backend.blas import load_blas
+from mlxlm.backend.cpu_extension import load_extension
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import dispatch
 from mlxlm.plan.machines import measure_matmul
@@ -37,6 +38,7 @@ def basic_facts() -> dict[str, Any]:
         "memory": platform.total_memory(),
         "working_set": device.device_memory(),
         "compiler": platform.has_compiler() if ON_CPU else "not needed",
+        "quantized_products": (load_extension().unavailable_reason or "compiled") if ON_CPU else "MLX's",
         "model_cache": str(platform.model_cache()),
     }
 

@@ -91,7 +91,8 @@ def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) ->
     if not prompt:
         raise GenerationError("the prompt is empty", "some text to continue")
     vocab_size, context_length = lm.config.vocab_size, lm.config.max_position_embeddings
-    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
+    are_ints = all(issubclass(kind, int) for kind in set(map(type, prompt)))
+    if not are_ints or min(prompt) < 0 or max(prompt) >= vocab_size:
         raise GenerationError("the prompt has ids that this model doesn't have", f"ids from 0 to {vocab_size - 1}")
     if kv.size is not None and kv.size > context_length:
         raise GenerationError(

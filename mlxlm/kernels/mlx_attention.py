@@ -70,8 +70,8 @@ def _attention_cpu(
     kv_heads, S = keys.shape[1], keys.shape[2]
     groups = H // kv_heads
     queries = (queries * scale).reshape(B, kv_heads, groups, T, D)
-    # A projection gives [B, S, H, D] in memory, which each product would copy.
-    keys, values = mx.contiguous(keys), mx.contiguous(values)
+    if S == T:  # a projection gives [B, S, H, D] in memory, which each product would copy; a cache has contiguous rows
+        keys, values = mx.contiguous(keys), mx.contiguous(values)
     step = max(MIN_ROWS, -(-T // 4))
     out = []
     for start in range(0, T, step):

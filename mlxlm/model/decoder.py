@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_flatten
 from mlxlm.backend.process_group import ProcessGroup
 from mlxlm.config import ModelConfig
 from mlxlm.config.mup import mup_factors
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model.block import Block, Dropout, checkpointed_layer, layer_caches
-from mlxlm.model.linear import Linear
+from mlxlm.model.linear import Linear, multiply
 from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.model.positions import packed_position_ids, position_ids
 from mlxlm.utils.errors import GenerationError
@@ -28,6 +28,25 @@ class Embedding(nn.Embedding):
     def __call__(self, tokens: mx.array) -> mx.array:
         """Look up `tokens`, int `[B, T]`: `[B, T, hidden]`."""
         return lookup(self.weight, tokens)
+
+    def to_quantized(self, group_size: int, bits: int, mode: str = "affine", **_options: Any) -> QuantizedEmbedding:
+        """Quantize the table."""
+        return QuantizedEmbedding.from_embedding(self, group_size, bits, mode)
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    """`Embedding` with a quantized table."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Look up `tokens`, int `[B, T]`: `[B, T, hidden]`; on a CPU float32, without rounding to the scales' dtype."""
+        rows = {name: self[name][tokens] for name in ("weight", "scales", "biases") if self.get(name) is not None}
+        if ON_CPU and self.mode == "affine":
+            rows |= {name: rows[name].astype(mx.float32) for name in ("scales", "biases")}
+        return mx.dequantize(*rows.values(), group_size=self.group_size, bits=self.bits, mode=self.mode)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply `x` `[..., hidden]` by the transposed table: `[..., V]`."""
+        return multiply(self, x)
 
 
 @mx.custom_function

@@ -15,8 +15,9 @@ from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import rms_norm, with_fused_gradients
 from mlxlm.kernels.eval_points import eval_point
+from mlxlm.kernels.quantized_matmul import multiplies_on_cpu
 from mlxlm.model.feed_forward import FeedForward, make_activation
-from mlxlm.model.linear import Linear, QuantizedMatrices
+from mlxlm.model.linear import Linear, QuantizedMatrices, multiply
 
 # Pairs of a token and an expert from which they are sorted; fewer are multiplied in any order, as in mlx_lm.
 _SORT_FROM = 32 if ON_CPU else 64
@@ -151,10 +152,16 @@ class QuantizedSwitchLinear(QuantizedMatrices):
 
     def __call__(self, x: mx.array, experts: mx.array | Blocks) -> mx.array:
         """Project each token by its experts; see `SwitchLinear`."""
-        out = mx.gather_qmm(
-            x, self.weight, self.scales, self.get("biases"), transpose=True, group_size=self.group_size,
-            bits=self.bits, mode=self.mode, **_indices(x, experts),
-        )  # fmt: skip
+        if not (isinstance(experts, Blocks) or multiplies_on_cpu(self.group_size, self.mode)):
+            out = mx.gather_qmm(
+                x, self.weight, self.scales, self.get("biases"), transpose=True, group_size=self.group_size,
+                bits=self.bits, mode=self.mode, **_indices(x, experts),
+            )  # fmt: skip
+        elif isinstance(experts, Blocks):
+            out = multiply(self, x, experts.experts)
+        else:
+            rows = mx.broadcast_to(x, (*experts.shape, 1, x.shape[-1]))
+            out = multiply(self, rows.reshape(-1, 1, x.shape[-1]), experts.flatten()).reshape(*experts.shape, 1, -1)
         return _add_bias(self, out, experts)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels.eval_points import eval_point
+from mlxlm.kernels.quantized_matmul import quantized_matmul
 
 
 class Linear(nn.Linear):
@@ -21,6 +22,25 @@ class Linear(nn.Linear):
             return super().__call__(x)
         out = eval_point(project(x, self.weight))
         return out + self.bias if "bias" in self else out
+
+    def to_quantized(self, group_size: int, bits: int, mode: str = "affine", **_options: Any) -> QuantizedLinear:
+        """Quantize the weights."""
+        return QuantizedLinear.from_linear(self, group_size, bits, mode)
+
+
+class QuantizedLinear(nn.QuantizedLinear):
+    """`Linear` with quantized weights."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Project `x` `[..., input]` to `[..., output]`."""
+        out = multiply(self, x)
+        return out + self.bias if "bias" in self else out
+
+
+def multiply(layer: nn.Module, x: mx.array, matrices: mx.array | None = None) -> mx.array:
+    """Multiply `x` by the quantized weights of a layer; see `quantized_matmul`."""
+    format = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return quantized_matmul(x, layer.weight, layer.scales, layer.get("biases"), matrices, **format)
 
 
 @mx.custom_function
@@ -113,10 +133,8 @@ class FusedLinear:
         if self._quantization is None:
             return x @ arrays["weight"] if bias is None else mx.addmm(bias, x, arrays["weight"])
         group_size, bits, mode = self._quantization
-        scales, biases = arrays["scales"], arrays.get("biases")
-        x = mx.quantized_matmul(
-            x, arrays["weight"], scales, biases, transpose=True, group_size=group_size, bits=bits, mode=mode
-        )
+        weight, scales, biases = arrays["weight"], arrays["scales"], arrays.get("biases")
+        x = quantized_matmul(x, weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
         return x if bias is None else x + bias
 
 
@@ -158,7 +176,7 @@ def _form(module: Any) -> _Form | None:
     names = tuple(name for name in ("weight", "scales", "biases", "bias") if module.get(name) is not None)
     if type(module) in (Linear, nn.Linear):
         quantization = None
-    elif type(module) is nn.QuantizedLinear:
+    elif type(module) in (QuantizedLinear, nn.QuantizedLinear):
         quantization = module.group_size, module.bits, module.mode
     else:
         return None

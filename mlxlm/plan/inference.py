@@ -59,9 +59,10 @@ def default_serving(machine: Machine, config: ModelConfig) -> Serving:
     Weights and cache have 16 bits, or 32 on a CPU if the weights fit; a quantized model keeps its bits. One sequence of
     4,096 tokens, or of `max_position_embeddings` if that is less.
     """
-    bits = 32 if machine.device_type == "cpu" and _loads_float32(config, machine.memory) else 16
+    quantized = quantized_bits(config)
+    bits = 32 if machine.device_type == "cpu" and (quantized or _fits_float32(config, machine.memory)) else 16
     return Serving(
-        bits=quantized_bits(config) or bits,
+        bits=quantized or bits,
         kv_bits=bits,
         context_length=min(Serving.context_length, config.max_position_embeddings),
         device=machine.device_type,
@@ -71,12 +72,13 @@ def default_serving(machine: Machine, config: ModelConfig) -> Serving:
 def with_loaded_bits(serving: Serving, config: ModelConfig, memory: int | None) -> Serving:
     """Return the settings with the bits that weights and cache have once the model is loaded.
 
-    On a CPU, weights are loaded as float32 if they fit in its memory, and a float cache is float32 then, and also with
-    quantized weights, whose scales are float32.
+    On a CPU, weights that aren't quantized in MLX's affine format are loaded as float32 if they fit in its memory. A
+    float cache is float32 then, and also with quantized weights.
     """
     if serving.device != "cpu":
         return serving
-    bits = 32 if _loads_float32(config, memory) else serving.bits
+    stays = serving.bits < 16 and _default_format(config).get("mode", "affine") == "affine"
+    bits = 32 if not stays and _fits_float32(config, memory) else serving.bits
     return replace(serving, bits=bits, kv_bits=32 if serving.kv_bits == 16 and bits != 16 else serving.kv_bits)
 
 
@@ -90,11 +92,11 @@ def _default_format(config: ModelConfig) -> dict[str, Any]:
     return (module_quantization(config.quantization, "") if config.quantization else None) or {}
 
 
-def _loads_float32(config: ModelConfig, memory: int | None) -> bool:
-    """Return whether a CPU with `memory` bytes loads the weights as float32."""
-    from mlxlm.checkpoint.load import fits_float32
+def _fits_float32(config: ModelConfig, memory: int | None) -> bool:
+    """Return whether the weights fit in `memory` bytes as float32."""
+    from mlxlm.checkpoint.load import fits_on_cpu
 
-    return memory is None or fits_float32(config, memory)
+    return memory is None or fits_on_cpu(4 * config.parameter_count(), memory)
 
 
 @dataclass(frozen=True)

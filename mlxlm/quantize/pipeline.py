@@ -29,6 +29,7 @@ from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan, matrices, recipe, uniform
+from mlxlm.quantize.recover import check_recovery, recover
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source
@@ -83,6 +84,8 @@ def quantize(
         _check_memory(model)
     plan = _initial_plan(model, settings)
     texts = read_texts(model.checkpoint, settings)
+    if settings.recover:
+        check_recovery(model, texts)
     job = Job(model, settings, texts, progress)
     with limit_buffer_cache(), atomic_new_folder(out) as folder:
         scratch = folder / _SCRATCH
@@ -91,6 +94,12 @@ def quantize(
             plan, quantized = search_bits(job, plan, scratch)
         else:
             quantized = quantize_tensors(job, plan, scratch)
+        before_recovery = None
+        if settings.recover:
+            unrecovered = model.with_tensors(plan, quantized.tensors)
+            if settings.evaluate:
+                before_recovery = evaluate(model.checkpoint, unrecovered, texts.evaluation, progress)
+            quantized = recover(job, plan, quantized)
         checksums: dict[str, int] = {}
         warnings = _write(folder, model, plan, quantized, checksums if settings.verify else None, progress)
         shutil.rmtree(scratch)
@@ -117,6 +126,7 @@ def quantize(
             error_of="weights" if settings.method == "rtn" else "outputs",
             calibration_text=texts.calibration.name or None,
             metrics=metrics,
+            metrics_before_recovery=before_recovery,
             seconds=time.monotonic() - started,
             checks=checks,
             warnings=[*_warnings(dequantized_tensors(model.checkpoint), texts.evaluation), *warnings],

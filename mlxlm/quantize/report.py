@@ -96,9 +96,10 @@ class QuantizationReport:
         rounded_experts: Module -> the number of its experts that were rounded to nearest instead of calibrated,
             because they read too little of the calibration text.
         error_of: "outputs" on the calibration text, or "weights" for rtn. For embeddings and other matrices that aren't
-            calibrated, the error of the weights is given.
+            calibrated, the error of the weights is given. Errors are those before `recover`.
         calibration_text: Name of the text; None without calibration.
         metrics: The evaluation; None if it was left out.
+        metrics_before_recovery: The same before `recover`; None without it.
         seconds: Duration.
         checks: What was compared after writing; empty without verification.
         warnings: Reasons to read the report with care.
@@ -122,6 +123,7 @@ class QuantizationReport:
     error_of: str
     calibration_text: str | None
     metrics: QuantizationMetrics | None
+    metrics_before_recovery: QuantizationMetrics | None
     seconds: float
     checks: list[Check]
     warnings: list[str]
@@ -136,8 +138,9 @@ class QuantizationReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         values = asdict(self)
-        if self.metrics is not None:
-            values["metrics"]["bits_per_byte_change"] = self.metrics.bits_per_byte_change
+        for name in ("metrics", "metrics_before_recovery"):
+            if (metrics := getattr(self, name)) is not None:
+                values[name]["bits_per_byte_change"] = metrics.bits_per_byte_change
         return {**values, "worst_layers": self.worst_layers()}
 
 

@@ -63,10 +63,15 @@ class QuantizationSettings:
     )
     calibration_text: Path | str | None = _method(
         None,
-        "Text for gptq, awq and the choice of bits, ideally like what the model will read.",
+        "Text for gptq, awq, --recover and the choice of bits, ideally like what the model will read.",
         common=True,
         metavar="PATH",
         default_text="a run's training data, else built in",
+    )
+    recover: bool = _method(
+        False,
+        "Then train scales, biases and norms on the calibration text, to the logits of SOURCE. Takes longer than gptq.",
+        common=True,
     )
     eval_text: Path | str | None = _output(
         None,
@@ -91,7 +96,7 @@ class QuantizationSettings:
     @property
     def needs_calibration_text(self) -> bool:
         """Whether a calibration text is read."""
-        return self.method != "rtn" or self.searches_bits
+        return self.method != "rtn" or self.searches_bits or self.recover
 
     @property
     def needs_eval_text(self) -> bool:
@@ -117,7 +122,7 @@ class QuantizationSettings:
         if self.mode != "affine" and self.method == "gptq":
             raise ArgumentError(f"`method` gptq needs `mode` affine, not {self.mode}", "awq")
         if self.calibration_text is not None and not self.needs_calibration_text:
-            hint = "gptq, or an evaluation text"
+            hint = "gptq, `recover`, or an evaluation text"
             raise ArgumentError("`calibration_text` would have no effect with `method` rtn", hint)
         if self.eval_text is not None and not self.needs_eval_text:
             raise ArgumentError("`eval_text` would have no effect: nothing is evaluated")

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from mlxlm.tokenizer.tokenizer import bos_eos_processor
+from mlxlm.tokenizer.word_cache import word_pattern
 from mlxlm.utils.errors import TokenizerError
 
 SPACE = "\u2581"  # SentencePiece's character for a space
@@ -133,8 +134,7 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
         # No piece crosses words or lines, so that splitting there can't change the ids. Words are then cached, which
         # makes encoding several times faster. (Without byte fallback, adjacent unknown characters are one token, even
         # across words.)
-        words = rf"\n|{space}+[^{space}\n]*|[^{space}\n]+"
-        runtime.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
+        runtime.pre_tokenizer = pre_tokenizers.Split(Regex(word_pattern(space)), "isolated")
     steps = [decoders.ByteFallback(), decoders.Fuse()]
     if not lossless:
         steps.insert(0, decoders.Replace(SPACE, " "))

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from mlxlm.tokenizer.detokenizer import CHARACTER_OF_BYTE
 from mlxlm.tokenizer.tokenizer import bos_eos_processor
-from mlxlm.tokenizer.train import WORD_PATTERN
+from mlxlm.tokenizer.word_cache import WORD_PATTERN
 from mlxlm.utils.errors import TokenizerError
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d{1,9}\r?\n")

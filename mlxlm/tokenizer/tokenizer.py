@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import processors
 
 from mlxlm.tokenizer.detokenizer import ByteDecoder, ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
+from mlxlm.tokenizer.word_cache import WordCache, splits_at_words
 from mlxlm.utils.errors import TextTooLongError, TokenizerError, os_errors_as
 from mlxlm.utils.files import write_bytes
 
@@ -68,11 +70,13 @@ class Tokenizer:
         self.bos_token_id, self.eos_token_id, self.pad_token_id, self.unk_token_id = map(ids.get, ROLES)
         added = runtime.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {t.content: i for i, t in sorted(added.items()) if t.special}
-        self._special_ids = frozenset(self.special_tokens.values())
         self.chat_template = chat_template
         self.sentencepiece_model = sentencepiece_model
         self._decoder = ByteDecoder.from_runtime(runtime)
-        self._bytes: dict[int, bytes] = {}
+        special = frozenset(self.special_tokens.values())
+        self._content = _Table(self._content_bytes)
+        self._text = _Table(lambda id: b"" if id in special else self._content[id])
+        self._words = WordCache(self._encode_by_library) if splits_at_words(runtime) else None
 
     @property
     def min_vocab_size(self) -> int:
@@ -119,9 +123,15 @@ class Tokenizer:
     @property
     def prefix_token_ids(self) -> list[int]:
         """The ids that `encode` adds before a text, usually BOS or nothing."""
-        ids, text_ids = self.encode("a"), self.encode("a", add_special_tokens=False)
+        return list(self._special_ids_around[0])
+
+    @cached_property
+    def _special_ids_around(self) -> tuple[list[int], list[int]]:
+        """The ids that `encode` adds before and after a text."""
+        ids, text_ids = self._encode_by_library(["a"], True)[0], self._encode_by_library(["a"])[0]
         starts = range(len(ids) - len(text_ids) + 1)
-        return ids[: next((start for start in starts if ids[start : start + len(text_ids)] == text_ids), 0)]
+        start = next((start for start in starts if ids[start : start + len(text_ids)] == text_ids), 0)
+        return (ids[:start], ids[start + len(text_ids) :]) if text_ids else (ids, [])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -191,8 +201,8 @@ class Tokenizer:
             ids = [_check_id(i) for i in ids]
             with library_errors("this tokenizer can't decode a text"):
                 return self._runtime.decode(ids, skip_special_tokens=skip_special_tokens)
-        token_bytes = self.token_bytes if skip_special_tokens else self._content_bytes
-        text = b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
+        table = self._text if skip_special_tokens else self._content
+        text = b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._decoder.strip_first_space else text
 
     def token_id(self, token: str) -> int | None:
@@ -201,7 +211,7 @@ class Tokenizer:
 
     def token_bytes(self, id: int, *, skip_special_tokens: bool = True) -> bytes:
         """The bytes of a token; b"" for ids without one and, by default, special tokens. Keeps a dummy prefix."""
-        return b"" if skip_special_tokens and id in self._special_ids else self._content_bytes(id)
+        return self._text[id] if skip_special_tokens else self._content[id]
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> StreamingDetokenizer:
         """A decoder for one stream of ids. By default, special tokens have no text."""
@@ -244,22 +254,52 @@ class Tokenizer:
     def _encode(self, texts: list[str], add_special_tokens: bool, parse_special: bool) -> list[list[int]]:
         for text in texts:
             check_unicode(text)
+        if self._words is None:
+            return self._encode_by_library(texts, add_special_tokens, parse_special)
+        if parse_special and self.special_tokens:
+            encoded = [self._encode_between_special_tokens(text, self._words) for text in texts]
+        else:
+            encoded = self._words.encode_batch(texts)
+        if not add_special_tokens:
+            return encoded
+        before, after = self._special_ids_around
+        return [before + ids + after for ids in encoded]
+
+    def _encode_between_special_tokens(self, text: str, words: WordCache) -> list[int]:
+        parts = self._special_pattern.split(text)
+        ids, *following = words.encode_batch(parts[::2])
+        for token, more in zip(parts[1::2], following, strict=True):
+            ids += [self.special_tokens[token], *more]
+        return ids
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def _encode_by_library(
+        self, texts: list[str], add_special_tokens: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
         runtime = self._parsing_runtime if parse_special else self._runtime
         with library_errors("this tokenizer can't encode a text"):
             encodings = runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _content_bytes(self, id: int) -> bytes:
-        content = self._bytes.get(id)
-        if content is None:
-            token = self._runtime.id_to_token(_check_id(id))
-            if token is None:
-                content = b""
-            elif self._decoder is None:
-                content = token.encode("utf-8")
-            else:
-                content = self._decoder.token_bytes(token)
-            self._bytes[int(id)] = content
+        token = self._runtime.id_to_token(_check_id(id))
+        if token is None:
+            return b""
+        return token.encode("utf-8") if self._decoder is None else self._decoder.token_bytes(token)
+
+
+class _Table(dict[int, bytes]):
+    """The bytes of tokens by id, computed when first read."""
+
+    def __init__(self, compute: Callable[[int], bytes]):
+        self._compute = compute
+
+    def __missing__(self, id: int) -> bytes:
+        content = self[int(id)] = self._compute(id)
         return content
 
 

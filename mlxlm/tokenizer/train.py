@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from mlxlm.tokenizer import sentencepiece
 from mlxlm.tokenizer.tokenizer import Tokenizer, bos_eos_processor, check_unicode
+from mlxlm.tokenizer.word_cache import WORD_PATTERN
 from mlxlm.utils.errors import TokenizerError
 
 TOKENIZER_TYPES = ("byte-level", "sentencepiece")
@@ -19,18 +20,6 @@ CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 PAD = "<|pad|>"
 BYTE_LEVEL_SPECIAL_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": PAD}
 SENTENCEPIECE_SPECIAL_TOKENS = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": PAD}
-
-# Pre-tokenization of byte-level BPE, after OpenAI's cl100k_base (tiktoken, openai_public.py) and Llama 3: contractions,
-# letters with one leading mark or space, up to three digits, punctuation with line ends, line ends, spaces.
-WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-    r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+"
-    r"|\s+(?!\S)"
-    r"|\s+"
-)
 
 # SentencePiece keeps a sample of this many lines in memory, about 200 MB of prose. It skips lines that are longer than
 # its limit in bytes, so that they are split before.

@@ -39,7 +39,7 @@ def distillation_loss(settings: TrainSettings, training: bool = True) -> Loss:
         model: Decoder, tokens: mx.array, segment_ids: mx.array | None = None, loss_weights: mx.array | None = None
     ) -> LossSums:
         inputs, vocab_size = tokens[:, :-1], model.config.vocab_size
-        student, taught = (_logits(m, inputs, segment_ids, vocab_size) for m in (model, teacher))
+        student, taught = (linear_logits(m, inputs, segment_ids, vocab_size) for m in (model, teacher))
         weights = mx.ones(tokens[:, 1:].size) if loss_weights is None else loss_weights.flatten()
         total, cross_entropy, kl = linear_distillation_loss(
             student, taught, tokens[:, 1:].flatten(), weights, distillation, training=training
@@ -73,7 +73,7 @@ def evaluate_distillation(
     return mean, metrics["cross_entropy"], bits_per_byte, metrics
 
 
-def _logits(model: Decoder, tokens: mx.array, segment_ids: mx.array | None, vocab_size: int) -> LinearLogits:
+def linear_logits(model: Decoder, tokens: mx.array, segment_ids: mx.array | None, vocab_size: int) -> LinearLogits:
     """Return the logits of the first `vocab_size` tokens: some models pad their vocabulary more than others."""
     hidden, bias = model.model(tokens, segment_ids=segment_ids), model.head_bias
     weight, bias = model.head_weight[:vocab_size], None if bias is None else bias[:vocab_size]

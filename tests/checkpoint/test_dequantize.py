@@ -65,7 +65,7 @@ def test_every_mode_equals_mx_dequantize(tmp_path, mode, group_size, bits):
     for name, value in tree_flatten(expected_model.parameters()):
         assert plain[name].shape == value.shape and mx.array_equal(plain[name].read().astype(mx.float32), value), name
     tokens = mx.array([[1, 2, 3]])
-    close = 0 if ON_CPU else 1e-4
+    close = (1e-6 if mode == "affine" else 0) if ON_CPU else 1e-4
     model = load_checkpoint(checkpoint)[0]
     np.testing.assert_allclose(logits(model, tokens), logits(expected_model, tokens), atol=close)
 
@@ -120,8 +120,8 @@ def test_model_stays_quantized(tmp_path, monkeypatch, place, mode):
         monkeypatch.setattr(load, "ON_CPU", False)
         model, _ = load_checkpoint(checkpoint)
     else:
-        set_memory(monkeypatch, 2 * stored)
-        with pytest.warns(UserWarning, match="GB in float32, this machine has .*: it keeps its dtype, which is slow"):
+        set_memory(monkeypatch, 1.2 * stored)
+        with pytest.warns(UserWarning, match="GB on a CPU, this machine has .*: it keeps its dtype, which is slow"):
             model, _ = load_checkpoint(checkpoint)
     first, last = model.layers
     assert is_quantized(first.mlp.down_proj) and is_quantized(last.self_attn.q_proj)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mlxlm.cli.main import _run
+from mlxlm.quantize import recover
 from tests.run_command import run
 from tests.small_models import arrays_of, random_decoder, write_folder
 
@@ -32,6 +33,13 @@ def test_json(model, tmp_path, text_file):
     assert code == 0 and report["method"] == "gptq" and len(report["worst_layers"]) == 5
     assert report["metrics"]["kl"] > 0
     assert "last tenth" in report["calibration_text"] and "last tenth" in report["metrics"]["text"]
+
+
+def test_recovery(model, tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(recover, "STEPS", 2)
+    code, out, err = run("quantize", model, "--out", tmp_path / "out", "--recover", "--calibration-text", text_file)
+    assert code == 0 and "before recovery: KL" in out, err
+    assert f"calibrated on: {text_file}" in out
 
 
 def test_max_size(model, tmp_path, text_file):

@@ -1,7 +1,6 @@
 """`mlxlm quickstart`."""
 
 import json
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from mlxlm.cli import quickstart as module
 from mlxlm.cli.main import _run
 from mlxlm.cli.quickstart import Answers, Preview, held_out_prompts
-from mlxlm.data.builtin import python_reference
 from tests.cli.helpers import error_line
 
 
@@ -21,7 +19,7 @@ def hasty(tmp_path, monkeypatch):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
     monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
     monkeypatch.setattr("mlxlm.cli.quickstart._QUESTIONS_PER_KIND", 1)
-    monkeypatch.setattr("mlxlm.cli.prepare._SMALL_WORLD_BYTES", 200_000)
+    monkeypatch.setattr("mlxlm.cli.quickstart.SMALL_WORLD_BYTES", 200_000)
     monkeypatch.setattr("mlxlm.evaluate.small_world._MAX_TOKENS", 8)
     monkeypatch.setattr("mlxlm.cli.quickstart._MAX_TOKENS", {True: 8, False: 8})
     monkeypatch.chdir(tmp_path)
@@ -44,15 +42,6 @@ def test_the_built_in_corpus_ends_with_answers_scores_and_commands(tmp_path, cap
         assert command in err
     settings = json.loads((tmp_path / "mlxlm-quickstart/4bit/generation_config.json").read_text())
     assert settings["temperature"] == 0.4 and settings["example_prompt"] == held_out_prompts()[0]
-
-
-@pytest.mark.usefixtures("hasty")
-def test_the_python_reference_has_no_scores(monkeypatch, capsys):
-    topics = list(islice(python_reference(), 40))
-    monkeypatch.setattr("mlxlm.data.builtin.python_reference", lambda: iter(topics))
-    assert quickstart("--corpus", "python-reference") == 0
-    out, err = capsys.readouterr()
-    assert "at the end" in out and "sums" not in out and "mlxlm serve mlxlm-quickstart/4bit" in err
 
 
 @pytest.mark.usefixtures("hasty")

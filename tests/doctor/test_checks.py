@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlxlm.backend.cpu_extension import Extension
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.doctor import decoding_checks, kernel_checks, training_checks
 from mlxlm.doctor.check import run_check
@@ -147,7 +148,14 @@ def test_decoding_and_memory():
     assert results["answers of the bundled model"].values["questions"] == 10
     launches = results["kernel launches"].values
     assert 0 < launches["microseconds_per_launch"] < launches["microseconds_of_one"] * launches["launches"]
-    assert only(results, "skipped") == {"speed, 4-bit weights": "a CPU computes with dequantized weights"}
+    assert not only(results, "skipped") and results["speed, 4-bit weights"].values["tokens_per_second"] > 0
+
+
+def test_quantized_weights_that_a_cpu_dequantizes(monkeypatch):
+    monkeypatch.setattr(decoding_checks, "load_extension", lambda: Extension(None, "there is no g++"))
+    results = run(list(DecodingChecks(TINY)))
+    reason = "quantized weights are dequantized: there is no g++"
+    assert only(results, "skipped") == {"speed, 4-bit weights": reason}
 
 
 def test_a_wrong_cache_is_found(monkeypatch):

@@ -27,13 +27,18 @@ def test_default_dtypes_of_a_device():
 def test_weights_on_a_cpu_are_float32_if_they_fit():
     config = load_preset("5m")
     count = config.parameter_count()
-    for memory, float_bits, bits in ((6 * count, 32, 32), (5 * count, 16, 4)):  # bytes
+    for memory, float_bits in ((6 * count, 32), (5 * count, 16)):  # bytes
         machine = Machine("here", 1e9, "float32", memory, True, "", "cpu")
         planned = mlxlm.plan(config, machine=machine)
         assert (planned.serving.bits, planned.serving.kv_bits) == (float_bits, float_bits)
         assert planned.inference.weights == count * float_bits // 8
         planned = mlxlm.plan(config, machine=machine, bits=4)
-        assert (planned.serving.bits, planned.serving.kv_bits) == (bits, 32)  # the scales have 32 bits there
+        assert (planned.serving.bits, planned.serving.kv_bits) == (4, 32)  # the scales have 32 bits there
+        planned = mlxlm.plan(
+            config.with_changes(quantization={"bits": 4, "group_size": 32, "mode": "mxfp4"}), machine=machine
+        )
+        assert planned.serving.bits == (32 if float_bits == 32 else 4)  # dequantized if it fits
+        planned = mlxlm.plan(config, machine=machine, bits=4)
     assert mlxlm.plan(config, machine=machine, kv_bits=8).serving.kv_bits == 8
     gpu = mlxlm.plan(config, machine="a100", bits=4)
     assert gpu.serving.bits == 4 and gpu.inference.weights < planned.inference.weights  # scales of 16 and of 32 bits

@@ -9,7 +9,7 @@ import tokenizers
 
 from mlxlm.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.tokenizer.train import WORD_PATTERN
+from mlxlm.tokenizer.word_cache import WORD_PATTERN
 from mlxlm.utils.errors import TokenizerError
 from tests.checkpoint.gguf.gguf_tokenizers import check
 
