@@ -41,4 +41,4 @@ def quantized_matmul(
             x, weight, scales, biases, rhs_indices=matrices, transpose=True, sorted_indices=True, **format
         )
     multiply = load_extension().module.quantized_matmul  # type: ignore[union-attr]
-    return multiply(x, weight, scales, biases, matrices, format["group_size"], format["bits"])  # type: ignore[no-any-return]
+    return multiply(x, weight, scales, biases, matrices, format["group_size"], format["bits"])

@@ -20,6 +20,7 @@ from mlxlm.utils.errors import ArgumentError, CheckpointError, DataError
 def few_steps(monkeypatch):
     monkeypatch.setattr(recover, "STEPS", 6)
     monkeypatch.setattr(recover, "BATCH_TOKENS", 512)
+    monkeypatch.setattr(recover, "LEARNING_RATE", 0.03)
 
 
 def parts(folder) -> dict[str, mx.array]:
