@@ -64,7 +64,12 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
         return load_with_mlx_lm(checkpoint)
     stored = checkpoint.packed or checkpoint
     in_float32 = ON_CPU and _fits_float32(stored)
-    source = checkpoint if in_float32 and not load_extension().module else stored
+    source = stored
+    if in_float32 and stored.config.quantization and (reason := load_extension().unavailable_reason):
+        source = checkpoint
+        warnings.warn(
+            f"quantized weights are dequantized, which is slower and takes more memory: {reason}", stacklevel=2
+        )
     model = Decoder(source.config)
     load_submodule(model, _rounded_scales(source), "", source.config.quantization, in_float32)
     return model, source.config

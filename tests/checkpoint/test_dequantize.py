@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxlm.backend.cpu_extension import Extension
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import load, load_checkpoint, load_model, load_submodule, open_checkpoint, save_weights
 from mlxlm.checkpoint.dequantize import dequantize_tensors
@@ -14,6 +15,7 @@ from mlxlm.config.quantization import module_quantization
 from mlxlm.families import config_to_hf
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.kernels import quantized_matmul
 from mlxlm.model import Block, Decoder
 from mlxlm.utils.errors import CheckpointError, MlxlmError
 
@@ -145,6 +147,17 @@ def test_layer_stays_quantized(tmp_path, monkeypatch):
     parts = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
     dequantized = mx.dequantize(layer.weight, *parts, group_size=64, bits=4)
     assert mx.array_equal(dequantized, expected_model.layers[1].self_attn.o_proj.weight)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU multiplies all formats")
+def test_without_a_compiler_weights_are_dequantized(tmp_path, monkeypatch):
+    expected_model = quantized_folder(tmp_path, {"group_size": 32, "bits": 4})
+    for module in (load, quantized_matmul):
+        monkeypatch.setattr(module, "load_extension", lambda: Extension(None, "there is no g++"))
+    with pytest.warns(UserWarning, match="quantized weights are dequantized, .* more memory: there is no g.."):
+        model, _ = load_checkpoint(open_checkpoint(tmp_path))
+    assert not any(map(is_quantized, model.modules()))
+    np.testing.assert_array_equal(logits(model, mx.array([[1, 2]])), logits(expected_model, mx.array([[1, 2]])))
 
 
 def test_weights_that_do_not_fit_in_float32_keep_their_dtype(tmp_path, monkeypatch):
