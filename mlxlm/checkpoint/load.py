@@ -67,9 +67,8 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
     source = stored
     if in_float32 and stored.config.quantization and (reason := load_extension().unavailable_reason):
         source = checkpoint
-        warnings.warn(
-            f"quantized weights are dequantized, which is slower and takes more memory: {reason}", stacklevel=2
-        )
+        problem = "quantized weights are dequantized, which is slower and takes more memory"
+        warnings.warn(f"{problem}: {reason}", stacklevel=2)
     model = Decoder(source.config)
     load_submodule(model, _rounded_scales(source), "", source.config.quantization, in_float32)
     return model, source.config
