@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
@@ -77,9 +78,15 @@ def own_cache(tmp_path_factory):
 
     It is shared by the workers of pytest-xdist, so that one of them compiles quantized_matmul.cpp.
     """
+    from mlxlm.backend.cpu_extension import load_extension
+
     base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+        base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+        with open(base / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            load_extension()
         yield
 
 

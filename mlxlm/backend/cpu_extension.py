@@ -7,7 +7,6 @@ folder. Without a compiler, or if the check fails, quantized weights are dequant
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform as system
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.utils import files
+from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import PlatformError
 
 _SOURCE = Path(__file__).with_name("quantized_matmul.cpp")
@@ -93,7 +93,7 @@ def _compile(path: Path) -> str | None:
         ]
         link = ["g++", "-shared", *objects, f"-L{mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx / 'lib'}", "-o", str(output)]
         try:
-            problem = _run(*commands) or _run(link) or _run([sys.executable, "-c", _CHECK, str(output)])
+            problem = _run(*commands) or _run(link) or _run(python_command("-c", _CHECK, str(output)))
         except FileNotFoundError:
             raise PlatformError("there is no C++ compiler, g++") from None
         if problem is None:
@@ -103,9 +103,8 @@ def _compile(path: Path) -> str | None:
 
 def _run(*commands: list[str]) -> str | None:
     """Run commands at once; returns the last line of what one that fails says."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, env=environment, **options) for command in commands]
+    processes = [subprocess.Popen(command, env=python_environment(), **options) for command in commands]
     problem = None
     for command, process in zip(commands, processes, strict=True):
         errors = process.communicate()[1].strip().splitlines()

@@ -1,9 +1,11 @@
 """Fixtures of the command-line tests."""
 
 import os
+import shutil
 
 import pytest
 
+from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import _run
 from tests.cli.helpers import QUICK
@@ -37,7 +39,10 @@ def model(tmp_path, tiny_config, tiny_tokenizer):
 @pytest.fixture
 def home(tmp_path):
     """The environment of a user who has no models and no network."""
-    (tmp_path / "home").mkdir()
+    cache = tmp_path / "home/.cache/mlxlm"
+    cache.mkdir(parents=True)
+    for library in platform.cache_folder().glob("*.so"):  # so that commands don't compile them again
+        shutil.copy(library, cache)
     unset = ("XDG_CACHE_HOME", "OLLAMA_MODELS", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "HF_HUB_CACHE", "PYTHONPATH")
     return {
         **{name: value for name, value in os.environ.items() if name not in unset},

@@ -76,10 +76,12 @@ def test_memory_of_the_machine(run):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")
-def test_cpu_does_not_keep_quantized_bits(run):
+def test_cpu_keeps_quantized_bits_and_no_others(run):
     _, out, err = run("0.3m", "--bits", 4, "--kv-bits", 16)
-    assert "32-bit weights" in out and "4-bit weights become 32-bit weights" in err
+    assert "4-bit weights" in out and "become" not in err
     assert "a key-value cache of 16 bits has 32 bits" in err
+    _, out, err = run("0.3m", "--bits", 16)
+    assert "32-bit weights" in out and "16-bit weights become 32-bit weights" in err
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")

@@ -100,6 +100,10 @@ def test_first_token_without_bos_is_not_predicted(lm, logprobs):
         def encode(self, text, *, add_special_tokens=True, **kind):
             return super().encode(text, add_special_tokens=False, **kind)
 
+        @property
+        def prefix_token_ids(self):
+            return []
+
     bare = replace(lm, tokenizer=Bare())
     found = evaluate_text(bare, read(TEXT), context_length=32, stride=32)
     ids = lm.tokenizer.encode(TEXT, add_special_tokens=False)

@@ -66,6 +66,10 @@ def without_start(lm):
         def encode(self, text, *, add_special_tokens=True, **kind):
             return super().encode(text, add_special_tokens=False, **kind)
 
+        @property
+        def prefix_token_ids(self):
+            return []
+
     return replace(lm, tokenizer=Bare())
 
 
