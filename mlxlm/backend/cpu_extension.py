@@ -45,7 +45,7 @@ def load_extension() -> Extension:
     if not ON_CPU or sys.platform != "linux":
         return Extension(None, "it is for CPUs on Linux")
     if not load_blas().shares_loops:
-        return Extension(None, "it needs the threads of blas_route.c, which wasn't compiled")
+        return Extension(None, load_blas().unavailable_reason or "blas_route.c, whose threads it needs, isn't in use")
     try:
         path = platform.cache_folder() / f"cpu-{_key():08x}.so"
         failure = path.with_suffix(".txt")
