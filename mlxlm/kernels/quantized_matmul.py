@@ -8,9 +8,9 @@ from mlxlm.backend.cpu_extension import load_extension
 from mlxlm.backend.mlx import ON_CPU, mx
 
 
-def multiplies_on_cpu(group_size: int, mode: str, **_bits: int) -> bool:
-    """Whether a CPU multiplies matrices of a format without dequantizing them."""
-    return mode == "affine" and group_size % 32 == 0 and load_extension().module is not None
+def multiplies_on_cpu(group_size: int | None, mode: str, **_bits: int | None) -> bool:
+    """Whether a CPU multiplies matrices of a format without dequantizing them. None is MLX's default: 64, if affine."""
+    return load_extension().module is not None and mode == "affine" and (group_size or 64) % 32 == 0
 
 
 def quantized_matmul(
@@ -41,4 +41,4 @@ def quantized_matmul(
             x, weight, scales, biases, rhs_indices=matrices, transpose=True, sorted_indices=True, **format
         )
     multiply = load_extension().module.quantized_matmul  # type: ignore[union-attr]
-    return multiply(x, weight, scales, biases, matrices, format["group_size"], format["bits"])
+    return multiply(x, weight, scales, biases, matrices, format["group_size"] or 64, format["bits"] or 4)

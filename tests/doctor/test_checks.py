@@ -151,6 +151,7 @@ def test_decoding_and_memory():
     assert not only(results, "skipped") and results["speed, 4-bit weights"].values["tokens_per_second"] > 0
 
 
+@pytest.mark.skipif(not ON_CPU, reason="of a CPU")
 def test_quantized_weights_that_a_cpu_dequantizes(monkeypatch):
     monkeypatch.setattr(decoding_checks, "load_extension", lambda: Extension(None, "there is no g++"))
     results = run(list(DecodingChecks(TINY)))

@@ -85,7 +85,7 @@ def test_several_threads_at_once():
 
 
 def test_formats():
-    assert multiplies_on_cpu(64, "affine")
+    assert multiplies_on_cpu(64, "affine") and multiplies_on_cpu(None, "affine")
     assert not multiplies_on_cpu(32, "mxfp4") and not multiplies_on_cpu(16, "affine")
 
 
