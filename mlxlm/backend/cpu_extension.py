@@ -102,7 +102,7 @@ def _compile(path: Path) -> str | None:
 
 
 def _run(*commands: list[str]) -> str | None:
-    """Run commands at once; returns the last line of what one that fails says."""
+    """Run commands at once; returns the first error line of one that fails, or None."""
     options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=python_environment(), **options) for command in commands]
     problem = None

@@ -76,10 +76,14 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
 
 def weights_memory(checkpoint: AnyCheckpoint, parameters: int) -> int:
     """Bytes of the weights once they are loaded on this machine."""
-    stored = checkpoint.packed or checkpoint if isinstance(checkpoint, Checkpoint) else None
-    if ON_CPU and (stored is None or fits_on_cpu(_cpu_memory(stored), platform.total_memory())):
-        return 4 * parameters if stored is None else _cpu_memory(stored)
-    return memory_size((stored or checkpoint).tensors.values())
+    stored = checkpoint.packed or checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint
+    if ON_CPU:
+        if not isinstance(stored, Checkpoint):
+            return 4 * parameters
+        needed = _cpu_memory(stored)
+        if fits_on_cpu(needed, platform.total_memory()):
+            return needed
+    return memory_size(stored.tensors.values())
 
 
 def fits_on_cpu(needed: int, memory: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.backend.cpu_extension import load_extension
-from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.backend.mlx import mx
 
 
 def multiplies_on_cpu(group_size: int | None, mode: str, **_bits: int | None) -> bool:
@@ -34,7 +34,7 @@ def quantized_matmul(
     Returns:
         `[..., output]`, the same as of `mx.quantized_matmul` and `mx.gather_qmm`, but for rounding.
     """
-    if not (ON_CPU and x.dtype == mx.float32 and multiplies_on_cpu(**format)):
+    if not (x.dtype == mx.float32 and multiplies_on_cpu(**format)):
         if matrices is None:
             return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **format)
         return mx.gather_qmm(

@@ -152,16 +152,16 @@ class QuantizedSwitchLinear(QuantizedMatrices):
 
     def __call__(self, x: mx.array, experts: mx.array | Blocks) -> mx.array:
         """Project each token by its experts; see `SwitchLinear`."""
-        if not (isinstance(experts, Blocks) or multiplies_on_cpu(self.group_size, self.mode)):
+        if isinstance(experts, Blocks):
+            out = multiply(self, x, experts.experts)
+        elif multiplies_on_cpu(self.group_size, self.mode):
+            rows = mx.broadcast_to(x, (*experts.shape, 1, x.shape[-1]))
+            out = multiply(self, rows.reshape(-1, 1, x.shape[-1]), experts.flatten()).reshape(*experts.shape, 1, -1)
+        else:
             out = mx.gather_qmm(
                 x, self.weight, self.scales, self.get("biases"), transpose=True, group_size=self.group_size,
                 bits=self.bits, mode=self.mode, **_indices(x, experts),
             )  # fmt: skip
-        elif isinstance(experts, Blocks):
-            out = multiply(self, x, experts.experts)
-        else:
-            rows = mx.broadcast_to(x, (*experts.shape, 1, x.shape[-1]))
-            out = multiply(self, rows.reshape(-1, 1, x.shape[-1]), experts.flatten()).reshape(*experts.shape, 1, -1)
         return _add_bias(self, out, experts)
 
 

@@ -36,7 +36,7 @@ WARMUP = 4  # steps
 # Of Adam, in units of a group's scale. A model of 2.7M parameters after GPTQ, in steps of 1,024 tokens: with 3 bits KL
 # 0.167 before, 0.080 after with 0.03, 0.065 with 0.015; with 2 bits 1.305 before, 0.291 and 0.285 after.
 LEARNING_RATE = 0.015
-_HELD_BACK = 8  # one in so many windows isn't trained on, but measured before and after
+_HELD_OUT = 8  # One in eight windows is held out, to measure the KL divergence before and after.
 _KL = Distillation(kd_ratio=1.0)
 
 
@@ -89,8 +89,8 @@ def recover(job: Job, plan: QuantizationPlan, quantized: QuantizedTensors) -> Qu
     student = load_base(source.with_tensors(tensors, plan.quantization_config()), config)
     student.model.grad_checkpoint = True
     trained = _Parameters({name: tensor.read() for name, tensor in tensors.items()}, plan.formats)
-    held_back = max(1, len(windows) // _HELD_BACK)
-    training, measured = np.split(np.arange(len(windows)), [-held_back])
+    held_out = max(1, len(windows) // _HELD_OUT)
+    training, measured = np.split(np.arange(len(windows)), [-held_out])
     batch = max(1, BATCH_TOKENS // windows.shape[1])
 
     def loss(deltas: Mapping[str, mx.array], rows: mx.array) -> mx.array:
@@ -98,8 +98,8 @@ def recover(job: Job, plan: QuantizationPlan, quantized: QuantizedTensors) -> Qu
         return targets.kl(student, rows)
 
     def measure(deltas: Mapping[str, mx.array]) -> float:
-        parts = [measured[start : start + batch] for start in range(0, held_back, batch)]
-        return sum(len(part) * loss(deltas, mx.array(part)).item() for part in parts) / held_back
+        parts = [measured[start : start + batch] for start in range(0, held_out, batch)]
+        return sum(len(part) * loss(deltas, mx.array(part)).item() for part in parts) / held_out
 
     start = deltas = trained.zeros()
     before = measure(start)
