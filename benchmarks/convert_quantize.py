@@ -1,13 +1,14 @@
 """Loading, converting and quantizing, compared with mlx_lm.convert: time, peak memory, KL divergence.
 
     python benchmarks/convert_quantize.py speed   [--preset 1b] [--rounds 2]
-    python benchmarks/convert_quantize.py quality [--model DIR] [--text FILE] [--eval-text FILE]
+    python benchmarks/convert_quantize.py quality [--model DIR] [--text FILE] [--eval-text FILE] [--peers ...]
     python benchmarks/convert_quantize.py gguf --text FILE [--model DIR] [--eval-text FILE]
 
 `speed` writes a bfloat16 checkpoint with random weights in shards of 500 MB and runs each command in a fresh
 process, in turn. "Read" reads the checkpoint's bytes once, from the same (warm) page cache as the others.
-`quality` quantizes one trained model with both at the same bits and compares each result with the source on the
-same held-out text; without --model a small one is trained on the built-in text, about two minutes. `gguf` writes GGUF
+`quality` quantizes one trained model at 4.5, 3.5 and 2.5 bits per weight with mlxlm's methods, with mlx_lm's commands,
+which calibrate on the same text, and with llama.cpp's K-quants and importance weights, and compares each result with
+the source on the same held-out text; without --model a small one is trained, about two minutes. `gguf` writes GGUF
 files without importance weights and with those that --text gives, compares each with the source, and counts the tensors
 that are those of llama.cpp's quantizer, to the byte.
 """
@@ -19,6 +20,7 @@ import json
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path, help="calibration text")
     parser.add_argument("--eval-text", type=Path, help="held-out text")
+    parser.add_argument("--bits", type=int, nargs="*", default=[4, 3, 2])
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--peers", nargs="*", default=["convert", "gptq", "awq", "dynamic_quant", "llama.cpp"],
+                        choices=["convert", "gptq", "awq", "dynamic_quant", "dwq", "llama.cpp"])  # fmt: skip
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the held-out text")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -61,7 +67,7 @@ def speed(options: argparse.Namespace, folder: Path) -> None:
         "mlx_lm: first token": [sys.executable, "-c", MLX_LM_FIRST_TOKEN, str(source)],
         "mlxlm: convert": [*MLXLM, "convert", str(source), "--out", str(out), "--dtype", "float16", "--no-verify"],
         "mlx_lm: convert": [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(out), "--dtype", "float16"],
-        "mlxlm: quantize": [*MLXLM, "quantize", str(source), "--out", str(out), "--no-evaluate"],
+        "mlxlm: quantize": [*MLXLM, "quantize", str(source), "--out", str(out), "--method", "rtn", "--no-evaluate"],
         "mlx_lm: quantize": [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(out), "-q", "--q-bits", "4"],
     }
     peaks: dict[str, list[int]] = {name: [] for name in commands}
@@ -131,49 +137,94 @@ def write_source(folder: Path, preset: str, shard_bytes: int) -> None:
 
 
 def quality(options: argparse.Namespace, folder: Path) -> None:
-    model = options.model or trained(folder)
-    source = folder / "float16"
+    model, source = options.model or trained(folder), folder / "float16"
     timed_command([*MLXLM, "convert", str(model), "--out", str(source), "--dtype", "float16", "--no-verify"])
-    texts = [flag for flag, path in (("--calibration-text", options.text),) if path for flag in (flag, str(path))]
     held_out = ["--eval-text", str(options.eval_text)] if options.eval_text else []
     rows, result = [], {}
-    for bits in (4, 3, 2):
-        theirs = folder / f"mlx_lm-{bits}"
-        command = [*MLX_LM, "--hf-path", str(source), "--mlx-path", str(theirs), "-q", "--q-bits", str(bits)]
-        results = {"mlx_lm.convert": (timed_command(command)[0], theirs)}
-        for name, flags in METHODS.items():
+
+    def measure(name: str, out: Path, seconds: float, peak: int) -> None:
+        comparison = compared(source, out, held_out, options.tokens)
+        bits_each = comparison["weights"]["bits_per_weight_b"]
+        change = comparison["bits_per_byte_b"] - comparison["bits_per_byte_a"]
+        quality = f"KL {comparison['kl']:.5f}, top-1 {comparison['top1_agreement']:.1%}, {change:+.4f} bits per byte"
+        cost = f"{seconds:.1f} s, peak {peak / 1e9:.2f} GB"
+        rows.append((name, f"{bits_each:.3f} bits/weight, {quality}, {cost}"))
+        result[name] = {"bits_per_weight": bits_each, "kl": comparison["kl"], "bpb": change, "seconds": seconds}
+        print(*rows[-1], file=sys.stderr, flush=True)
+
+    for bits in options.bits:
+        rounded = folder / f"mlx_lm.convert-{bits}"
+        for peer in ["convert", *(peer for peer in options.peers if peer not in ("convert", "llama.cpp"))]:
+            out = folder / f"mlx_lm.{peer}-{bits}"
+            seconds, peak = run_mlx_lm(peer, source, out, rounded, bits, options.text)
+            measure(f"{bits} bits, mlx_lm.{peer}", out, seconds, peak)
+        target = bits_per_weight(rounded)
+        for name in options.methods:
             out = folder / f"{name}-{bits}"
-            flags = [flag.format(bits=bits, bpw=bits_per_weight(theirs)) for flag in flags]
-            calibrated = texts if name != "rtn" else []
+            flags = [flag.format(bits=bits, bpw=target) for flag in METHODS[name]]
+            calibrated = ["--calibration-text", str(options.text)] if options.text and name != "rtn" else []
             command = [*MLXLM, "quantize", str(source), "--out", str(out), *flags, *calibrated, "--no-evaluate"]
-            results[name] = (timed_command(command)[0], out)
-        for name, (seconds, out) in results.items():
-            comparison = compared(source, out, held_out, options.tokens)
-            bits_each = comparison["weights"]["bits_per_weight_b"]
-            change = comparison["bits_per_byte_b"] - comparison["bits_per_byte_a"]
-            rows.append(
-                (
-                    f"{bits} bits, {name}",
-                    f"{bits_each:.3f} bits/weight, KL {comparison['kl']:.5f}, "
-                    f"top-1 {comparison['top1_agreement']:.1%}, {change:+.4f} bits per byte, {seconds:.1f} s",
-                )
-            )
-            result[f"{bits} {name}"] = {"bits_per_weight": bits_each, "kl": comparison["kl"], "bpb": change}
+            seconds, peak, _ = timed_command(command)
+            measure(f"{bits} bits, mlxlm {name}", out, seconds, peak)
+    if "llama.cpp" in options.peers:
+        from mlxlm.quantize import importance_weights
+
+        wide = folder / "float16.gguf"
+        timed_command([*MLXLM, "convert", str(source), "--out", str(wide), "--dtype", "F16", "--no-verify"])
+        importance = by_tensor(wide, importance_weights(wide, options.text))
+        for outtype in K_QUANTS:
+            out = folder / f"{outtype}.gguf"
+            measure(f"llama.cpp {outtype}", out, quantize_with_llama_cpp(wide, out, outtype, importance), 0)
     report(f"quantizing {model}", rows, {"benchmark": "quantize_quality", **result})
 
 
+def run_mlx_lm(peer: str, source: Path, out: Path, rounded: Path, bits: int, text: Path) -> tuple[float, int]:
+    """Run one of mlx_lm's commands with mlxlm's BLAS, on our text instead of the one it downloads."""
+    home = out.with_name("home")
+    calibration = home / ".cache/mlx-lm/calibration_v5.txt"
+    if text and not calibration.exists():
+        calibration.parent.mkdir(parents=True)
+        shutil.copy(text, calibration)
+        lines = [json.dumps({"text": part}) for part in textwrap.wrap(text.read_text(), 3000, replace_whitespace=False)]
+        (home / "train.jsonl").write_text("\n".join(lines[len(lines) // 8 :]))
+        (home / "valid.jsonl").write_text("\n".join(lines[: len(lines) // 8]))
+    if peer == "convert":
+        arguments = ["--hf-path", str(source), "--mlx-path", str(out), "-q", "--q-bits", str(bits)]
+    elif peer == "dynamic_quant":
+        average = str(bits + 0.5)  # the lower bits are below it, the higher ones above
+        arguments = ["--low-bits", str(max(2, bits - 1)), "--high-bits", str(bits + 1), "--target-bpw", average]
+    elif peer == "dwq":
+        arguments = ["--quantized-model", str(rounded), "--data-path", str(home), "--max-seq-length", "257"]
+        arguments += ["--num-samples", "256", "--batch-size", "4"]
+    else:
+        arguments = ["--bits", str(bits)]
+        arguments += ["--fallback-bits", str(bits)] if peer == "gptq" else ["--embed-bits", str(bits)]
+        arguments += ["--num-samples", "32"]
+    if peer != "convert":
+        arguments += ["--model", str(source), "--mlx-path", str(out)]
+    module = "mlx_lm.convert" if peer == "convert" else f"mlx_lm.quant.{peer}"
+    seconds, peak, _ = timed_command([sys.executable, "-c", RUN_MODULE, module, *arguments], HOME=str(home))
+    return seconds, peak
+
+
+RUN_MODULE = """
+import runpy, sys
+import mlxlm
+from mlxlm.backend.blas import load_blas
+load_blas()
+sys.argv.pop(0)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
 def gguf(options: argparse.Namespace, folder: Path) -> None:
-    from mlxlm.checkpoint.gguf.writer import architecture_for
-    from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert import convert
     from mlxlm.quantize import importance_weights
 
     model, source = options.model or trained(folder), folder / "float16.gguf"
     convert(model, source, outtype="F16", verify_output=False)
     importance = importance_weights(source, options.text)
-    config = open_checkpoint(source).config
-    modules = {f"{m.name}.weight": m.modules[0] for m in architecture_for(config).weight_mappings(config)}
-    theirs_given = {name: importance[module] for name, module in modules.items() if module in importance}
+    theirs_given = by_tensor(source, importance)
     held_out = ["--eval-text", str(options.eval_text)] if options.eval_text else []
     rows, result = [], {}
     for outtype in ("Q4_K_M", "Q3_K_M", "Q2_K"):
@@ -195,6 +246,16 @@ def gguf(options: argparse.Namespace, folder: Path) -> None:
             )
             result[name] = {"bytes": written.bytes, "kl": comparison["kl"], "bpb": change, "equal": equal == count}
     report(f"GGUF files of {model}", rows, {"benchmark": "quantize_gguf", **result})
+
+
+def by_tensor(source: Path, importance: dict[str, Any]) -> dict[str, Any]:
+    """Importance weights by the names of a GGUF file."""
+    from mlxlm.checkpoint.gguf.writer import architecture_for
+    from mlxlm.checkpoint.open import open_checkpoint
+
+    config = open_checkpoint(source).config
+    modules = {f"{m.name}.weight": m.modules[0] for m in architecture_for(config).weight_mappings(config)}
+    return {name: importance[module] for name, module in modules.items() if module in importance}
 
 
 def quantize_with_llama_cpp(source: Path, out: Path, outtype: str, importance: dict[str, Any]) -> float:
@@ -234,11 +295,14 @@ def equal_tensors(a: Path, b: Path) -> tuple[int, int]:
 
 
 METHODS = {
-    "rtn": ["--bits", "{bits}"],
-    "awq": ["--bits", "{bits}", "--method", "awq"],
-    "gptq": ["--bits", "{bits}", "--method", "gptq"],
-    "gptq, bits searched": ["--target-bpw", "{bpw}", "--method", "gptq"],
+    "rtn": ["--method", "rtn", "--bits", "{bits}"],
+    "awq": ["--method", "awq", "--bits", "{bits}"],
+    "gptq": ["--bits", "{bits}"],
+    "bits chosen": ["--target-bpw", "{bpw}"],
+    "bits chosen, groups of 64": ["--target-bpw", "{bpw}", "--group-size", "64"],
+    "bits chosen, recovered": ["--target-bpw", "{bpw}", "--recover"],
 }
+K_QUANTS = ("Q2_K", "IQ3_XXS", "Q3_K_M", "IQ4_XS", "Q4_K_M")
 
 
 def trained(folder: Path) -> Path:

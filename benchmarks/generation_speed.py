@@ -136,7 +136,7 @@ def make_models(folder: Path, size: str, bits: list[int]) -> None:
     if 16 in bits:
         convert(source, folder / "16-bit", dtype="float16", verify_output=False)
     if 4 in bits:
-        quantize(source, folder / "4-bit", bits=4, evaluate=False)
+        quantize(source, folder / "4-bit", bits=4, method="rtn", evaluate=False)
 
 
 def worker(peer: str, path: str, context: str, *limits: str) -> None:

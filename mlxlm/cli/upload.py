@@ -28,7 +28,8 @@ def upload(source: str, repository: str, *, private: bool, license: str | None, 
     repository gets a model card with its size, the cost of its quantization, and how it was trained. Log in first with
     hf auth login.
     """
-    from mlxlm.convert.upload import model_card, model_files
+    from mlxlm.convert.model_card import model_card
+    from mlxlm.convert.upload import model_files
     from mlxlm.convert.upload import upload as run_upload
 
     if not hub.is_id(repository) or ":" in repository or "@" in repository:

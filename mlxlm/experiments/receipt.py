@@ -249,7 +249,7 @@ class Receipt:
             detail = f"{bits:.4f} bits per byte, there {there:.4f}"
             yield Comparison("held-out answers", _closeness(bits, there, allowed), detail)
         if "quantized_sha256" in expected:
-            quantize(run.path, run.path / "4bit", bits=4)
+            quantize(run.path, run.path / "4bit", bits=4, method="rtn")
             file, digest = run.path / "4bit" / MODEL_FILE, expected["quantized_sha256"]
             yield _compare_file("quantized model", file, digest, weights.detail, is_close)
 

@@ -6,44 +6,28 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mlxlm.backend import platform
-from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.huggingface import config_values, copy_tokenizer, file_tensors
-from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.safetensors import SHARD_BYTES
-from mlxlm.config.quantization import BITS, Format
-from mlxlm.convert.verify import Progress, parameter_count
-from mlxlm.quantize.calibrate import get_submodule
-from mlxlm.quantize.intercept import intercept
+from mlxlm.config.quantization import BITS, GROUP_SIZES, Format
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
 from mlxlm.quantize.report import compare_with_source
-from mlxlm.quantize.rtn import dequantized, lazy_quantize, quantize_rtn
+from mlxlm.quantize.rtn import lazy_quantize
+from mlxlm.quantize.sensitivity import Sensitivities, estimate_sensitivities
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.errors import ConfigError
 
-PROBE_BITS = 4  # of the rounding errors that are measured
-PROBE_SCALE = 0.25  # of these errors: together they must be small enough for the second order
-# KL with 8 and with 16 of a model of 0.3M parameters: 0.254 and 0.263 at 4.5 bits, 0.067 and 0.064 at 5.5.
-NUM_PROBES = 8
-PROBE_TOKENS = 128  # of each
-_MIN_COST = 1e-9  # nats per token: matrices without a measurable cost get more bits, too, if there is room
 _NUM_SIZES = 128  # candidates for a bound on the KL divergence
 _MAX_MEASUREMENTS = 6  # of whole models, to find the smallest one within the bound
 
-# Matrix -> format -> increase of the KL divergence, in nats per token, if only this matrix is quantized.
-Sensitivities = Mapping[str, Mapping[Format, float]]
 _MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 
 
@@ -57,126 +41,15 @@ class BitUpgrade:
     saved: float
 
 
-def estimate_sensitivities(
-    checkpoint: WritableCheckpoint,
-    plan: QuantizationPlan,
-    windows: np.ndarray,
-    progress: Progress,
-) -> Sensitivities:
-    """Estimate the KL divergence that each matrix costs.
-
-    To second order the KL divergence is sᵀMs / 2, if the rounding error of matrix i is scaled by s_i. Its gradient at
-    random signs s gives all (Ms)_i / s_i, whose mean is M_ii: Hutchinson's estimator of a diagonal, as HAWQ-V2 (Dong et
-    al. 2020, arXiv:1911.03852) uses for the trace of the Hessian. So a few runs measure all matrices, instead of one
-    run each. The cost of other bits is extrapolated from the squared error of the weights.
-
-    Args:
-        checkpoint: A model in 16 bits.
-        plan: The matrices and their mode and group size.
-        windows: Tokens, int `[N, T]`.
-        progress: Called as `progress(phase, done, total)`: matrices that were rounded, then runs.
-
-    Raises:
-        CheckpointError: The model doesn't fit in memory with its rounding errors, or has no gradients.
-    """
-    needed = 8 * parameter_count(checkpoint)
-    if needed > 0.6 * platform.total_memory():
-        raise CheckpointError(
-            f"the search for bits keeps the whole model in memory, which takes {needed / 1e9:.1f} GB",
-            "a recipe, or the same bits for all matrices: both keep one layer in memory",
-        )
-    model, _ = load_checkpoint(checkpoint)
-    if isinstance(checkpoint, ModuleCheckpoint):
-        model.train()  # recurrent layers have kernels without a gradient for inference
-    squared, rounding = {}, {}
-    for done, matrix in enumerate(plan.matrices, start=1):
-        if (base := plan.format_of(matrix)) is not None and not matrix.fixed:
-            squared[matrix.name], rounding[matrix.name] = _rounding_errors(model, matrix, base)
-        progress("rounding each matrix", done, len(plan.matrices))
-    probe = _Probe(model, {m.name: m.modules for m in plan.matrices if m.name in rounding}, rounding)
-    rng, length = np.random.default_rng(0), min(PROBE_TOKENS, windows.shape[1])
-    starts = np.linspace(0, windows.size - length, NUM_PROBES).astype(int)
-    costs = np.empty((NUM_PROBES, len(rounding)))
-    for done, (row, start) in enumerate(zip(costs, starts, strict=True), start=1):
-        scales = rng.choice([-PROBE_SCALE, PROBE_SCALE], len(rounding))
-        try:
-            row[:] = probe.gradient(windows.reshape(-1)[None, start : start + length], scales) / (2 * scales)
-        except (RuntimeError, ValueError) as error:  # an operation without a gradient
-            hint = "a recipe, or the same bits for all matrices"
-            raise CheckpointError(f"the search for bits needs the gradients of the model: {error}", hint) from None
-        progress("measuring what rounding costs", done, NUM_PROBES)
-    # Other matrices' errors make a mean uncertain; a cost below its standard error would be a guess.
-    cost = np.maximum(costs.mean(axis=0), costs.std(axis=0) / NUM_PROBES**0.5)
-    found: dict[str, dict[Format, float]] = {}
-    for (name, errors), value in zip(squared.items(), cost, strict=True):
-        measured = next(error for chosen, error in errors.items() if chosen.bits == PROBE_BITS)
-        scale = max(value, _MIN_COST) / measured if measured else 1.0  # 0: exact in few bits
-        found[name] = {chosen: float(scale * error) for chosen, error in errors.items()}
+def candidate_formats(plan: QuantizationPlan, group_size: int | None) -> dict[Matrix, list[Format]]:
+    """The formats that a search chooses from, by matrix: all bits, and all group sizes unless `group_size` is given."""
+    found: dict[Matrix, list[Format]] = {}
+    for matrix in plan.matrices:
+        if (base := plan.format_of(matrix)) is None or matrix.fixed:
+            continue
+        sizes = [size for size in GROUP_SIZES if matrix.width % size == 0] if group_size is None else [base.group_size]
+        found[matrix] = [replace(base, bits=bits, group_size=size) for bits in BITS for size in sizes]
     return found
-
-
-def _rounding_errors(model: nn.Module, matrix: Matrix, base: Format) -> tuple[dict[Format, float], list[mx.array]]:
-    """The squared rounding error in each format, and the rounding errors of each module in PROBE_BITS."""
-    squared: dict[Format, float] = {}
-    weights = [get_submodule(model, name).weight for name in matrix.modules]
-    for bits in BITS:
-        chosen = replace(base, bits=bits)
-        errors = [dequantized(quantize_rtn(weight, chosen), chosen) - weight for weight in weights]
-        squared[chosen] = sum(mx.square(error).sum().item() for error in errors)
-        if bits == PROBE_BITS:
-            rounding = [error.astype(weight.dtype) for error, weight in zip(errors, weights, strict=True)]
-            mx.eval(rounding)
-    return squared, rounding
-
-
-class _Probe:
-    """Runs a model with scaled rounding errors."""
-
-    def __init__(
-        self, model: nn.Module, modules: Mapping[str, tuple[str, ...]], rounding: Mapping[str, list[mx.array]]
-    ):
-        self._model = model
-        self._scales: mx.array | None = None
-        for index, (name, errors) in enumerate(rounding.items()):
-            for module, error in zip(modules[name], errors, strict=True):
-                self._perturb(get_submodule(model, module), error, index)
-
-    def _perturb(self, layer: nn.Module, error: mx.array, index: int) -> None:
-        """Add a rounding error, scaled by `scales[index]`, to the weight of a layer.
-
-        It is a layer of its own, so that no array of the weight's size is made.
-        """
-        error_layer = copy(layer)
-        error_layer.weight = error
-        error_layer.pop("bias", None)
-
-        def call(method: str, original: Callable[..., mx.array], *args: Any, **kwargs: Any) -> mx.array:
-            output = original(*args, **kwargs)
-            if self._scales is None:
-                return output
-            change = getattr(error_layer, method)(*args, **kwargs)
-            return output + self._scales[index].astype(output.dtype) * change
-
-        for method in ("__call__", "as_linear"):  # embeddings have both
-            if hasattr(layer, method):
-                intercept(layer, method, partial(call, method))
-
-    def gradient(self, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """The gradient of KL(source || model), nats per token, with respect to the scale of each matrix's error."""
-        ids = mx.array(tokens)
-        source = mx.softmax(self._logits(ids, None), axis=-1)
-        mx.eval(source)
-
-        def cross_entropy(scales: mx.array) -> mx.array:
-            logits = self._logits(ids, scales)
-            return (mx.logsumexp(logits, axis=-1) - (source * logits).sum(axis=-1)).sum()
-
-        # A sum: the gradient of a mean would underflow in float16.
-        return np.array(mx.grad(cross_entropy)(mx.array(scales, mx.float32)), np.float64) / tokens.size
-
-    def _logits(self, ids: mx.array, scales: mx.array | None) -> mx.array:
-        self._scales = scales
-        return self._model(ids).astype(mx.float32)
 
 
 def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
@@ -200,13 +73,13 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
         for before, after in zip(hull, hull[1:], strict=False):
             path.append(BitUpgrade(matrix, after[2], after[0] - before[0], before[1] - after[1]))
     path.sort(key=lambda step: -step.saved / step.nbytes)
-    return smallest_plan(plan), path
+    return smallest_plan(plan, sensitivities), path
 
 
-def smallest_plan(plan: QuantizationPlan) -> QuantizationPlan:
-    """The plan with the fewest bits."""
-    formats = ((matrix.name, plan.format_of(matrix)) for matrix in plan.matrices if not matrix.fixed)
-    return plan.with_formats({name: replace(base, bits=BITS[0]) for name, base in formats if base is not None})
+def smallest_plan(plan: QuantizationPlan, formats: Mapping[str, Iterable[Format]]) -> QuantizationPlan:
+    """The smallest plan with these formats, by matrix name."""
+    by_name = {matrix.name: matrix for matrix in plan.matrices}
+    return plan.with_formats({name: min(choices, key=by_name[name].nbytes) for name, choices in formats.items()})
 
 
 def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: int) -> QuantizationPlan:
@@ -296,9 +169,12 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
         ConfigError: The target can't be reached; the hint is the nearest one that can.
     """
     source, settings = job.source, job.settings
-    _check_reachable(source, smallest_plan(plan), settings)  # before minutes of measurements
+    formats = candidate_formats(plan, settings.group_size)
+    smallest = smallest_plan(plan, {matrix.name: choices for matrix, choices in formats.items()})
+    _check_reachable(source, smallest, settings)  # before minutes of measurements
+    progress = partial(job.progress, "measuring what rounding costs")
     windows = job.texts.calibration_windows
-    sensitivities = estimate_sensitivities(source.checkpoint_16bit, plan, windows, job.progress)
+    sensitivities = estimate_sensitivities(source.checkpoint_16bit, formats, windows, progress)
     if settings.max_kl is not None:
         return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)
     if settings.target_bpw is not None:
@@ -306,6 +182,8 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
         plan = fit_to_size(plan, sensitivities, limit)
     elif settings.max_size is not None:
         plan = _plan_for_size(source, plan, sensitivities, settings.max_size)
+    else:
+        plan = fit_to_size(plan, sensitivities, plan.nbytes())
     return plan, quantize_tensors(job, plan, scratch)
 
 
@@ -350,7 +228,7 @@ def _bytes_of_matrices(source: Source, plan: QuantizationPlan, target_bpw: float
 def _plan_for_size(
     source: Source, plan: QuantizationPlan, sensitivities: Sensitivities, max_size: int
 ) -> QuantizationPlan:
-    smallest = smallest_plan(plan)
+    smallest, _ = upgrade_path(plan, sensitivities)
     rest = _other_bytes(source, smallest)
     for _ in range(3):  # the size of the metadata depends on the plan, a little
         larger = fit_to_size(plan, sensitivities, max(smallest.nbytes(), max_size - rest))

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323) for MLX's affine format.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323) for MLX's formats.
 
 A layer's weights are rounded column by column. The columns that are not yet rounded compensate for the change of the
 layer's output, by a Cholesky factor of the inputs' second moments: the form of LDLQ (Chee et al. 2023,
@@ -15,7 +15,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.quantization import Format
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, Matrices
-from mlxlm.quantize.rtn import PackedMatrix, dequantized, pack, quantize_rtn
+from mlxlm.quantize.rtn import FLOAT_FORMATS, PackedMatrix, dequantized, pack, quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 
 DAMPING = (0.01, 0.1, 1.0)  # added to the diagonal, whose mean is 1, until it is positive definite; 0.01 in the paper
@@ -68,7 +68,8 @@ class GPTQ(CalibratedMethod):
                 row_errors(aim, packed, fmt, inputs).reshape(heads, -1).sum(axis=1) for packed in (own, plain)
             )
             better = mx.array(np.repeat(own_errors < plain_errors, weight.shape[0] // heads))[:, None]
-            yield PackedMatrix(*(mx.where(better, a, b) for a, b in zip(own, plain, strict=True)))
+            parts = zip(own, plain, strict=True)
+            yield PackedMatrix(*(None if a is None else mx.where(better, a, b) for a, b in parts))
 
 
 def row_errors(weight: np.ndarray, packed: PackedMatrix, fmt: Format, inputs: InputStats) -> np.ndarray:
@@ -112,9 +113,9 @@ def _round_columns(
     of some columns, or if `transposed` of some outputs.
     """
     outputs, width = aim.shape
-    size, top = fmt.group_size, 2**fmt.bits - 1
+    size, levels = fmt.group_size, _Affine(fmt, weight.dtype) if fmt.affine else _Float(fmt)
     errors = aim.T.copy()  # a column is a row here, in one piece; once rounded, its error
-    values = np.empty((width, outputs), np.uint8)
+    values = np.empty((width, outputs), levels.dtype)
     shape = (width, outputs // size) if transposed else (width // size, outputs)
     scales, biases = (np.empty(shape, np.float32) for _ in range(2))
     for group, start in enumerate(range(0, width, size)):
@@ -123,45 +124,92 @@ def _round_columns(
         # What the columns would be without rounding them.
         left = errors[part] + (factor[:start, part] @ np.linalg.inv(corner)).T @ errors[:start]
         if not transposed:
-            scale, bias = scales[group], biases[group] = _range(left, np.square(np.diag(corner)), fmt, weight.dtype)
+            scale, bias = scales[group], biases[group] = levels.range(left, np.square(np.diag(corner)))
         shares = (corner / np.diag(corner)).T
         for column, k in enumerate(range(width)[part]):
             target = left[column] + shares[column, :column] @ left[:column]
             if transposed:
-                scales[k], biases[k] = _range(target.reshape(-1, size).T, np.ones(size, np.float32), fmt, weight.dtype)
+                scales[k], biases[k] = levels.range(target.reshape(-1, size).T, np.ones(size, np.float32))
                 scale, bias = np.repeat(scales[k], size), np.repeat(biases[k], size)
             divisor = np.where(scale == 0, 1, scale)  # underflow: the value is then the bias, whatever the number
-            whole = values[k] = np.clip(np.rint((target - bias) / divisor), 0, top)
-            left[column] -= whole * scale + bias
-            errors[k] -= whole * scale + bias
+            values[k] = levels.nearest((target - bias) / divisor)
+            rounded = values[k] * scale + bias
+            left[column] -= rounded
+            errors[k] -= rounded
     heads = weight.shape[0] // width if transposed else 1
-    values, scales, biases = (
-        x.reshape(width, heads, -1).swapaxes(0, 1).reshape(heads * width, -1) if transposed else x.T
-        for x in (values, scales, biases)
+    return levels.pack(
+        *(
+            x.reshape(width, heads, -1).swapaxes(0, 1).reshape(heads * width, -1) if transposed else x.T
+            for x in (values, scales, biases)
+        )
     )
-    return PackedMatrix(pack(values, fmt.bits), *(mx.array(x).astype(weight.dtype) for x in (scales, biases)))
 
 
-def _range(group: np.ndarray, importance: np.ndarray, fmt: Format, dtype: mx.Dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and bias for each column of `group` `[group_size, rows]`, float32 as the dtype rounds them.
+class _Affine:
+    """Whole numbers, with a scale and a bias for each group, in `scale_dtype`."""
 
-    Of MLX's for each of `CLIP_RATIOS`, the pair with the smallest squared error, weighted by `importance`
-    `[group_size]`.
-    """
-    ratios, top = np.array(CLIP_RATIOS, np.float32)[:, None], 2**fmt.bits - 1
-    low, high = ratios * group.min(axis=0), ratios * group.max(axis=0)  # [ratios, rows]
-    is_low = -low > high  # the end with the larger magnitude is a multiple of the scale, so that zero is represented
-    edge = np.where(is_low, low, high)
-    scales = np.maximum((high - low) / top, np.float32(1e-7)) * np.where(is_low, np.float32(1), np.float32(-1))
-    steps = np.rint(edge / scales)
-    np.divide(edge, steps, out=scales, where=steps != 0)
-    biases = np.where(steps == 0, np.float32(0), edge)
-    best_error = np.full(group.shape[1], np.inf, np.float32)
-    best = np.empty((2, group.shape[1]), np.float32)
-    for scale, bias in zip(*(as_numpy(mx.array(x).astype(dtype)) for x in (scales, biases)), strict=True):
-        whole = np.clip(np.rint((group - bias) / np.where(scale == 0, 1, scale)), 0, top)
-        error = importance @ np.square(whole * scale + bias - group)
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
-        best = np.where(better, (scale, bias), best)
-    return best[0], best[1]
+    dtype = np.uint8
+
+    def __init__(self, fmt: Format, scale_dtype: mx.Dtype):
+        self._bits, self._top, self._scale_dtype = fmt.bits, 2**fmt.bits - 1, scale_dtype
+
+    def range(self, group: np.ndarray, importance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scale and bias for each column of `group` `[group_size, rows]`, float32 as the dtype rounds them.
+
+        Of MLX's for each of `CLIP_RATIOS`, the pair with the smallest squared error, weighted by `importance`
+        `[group_size]`.
+        """
+        ratios = np.array(CLIP_RATIOS, np.float32)[:, None]
+        low, high = ratios * group.min(axis=0), ratios * group.max(axis=0)  # [ratios, rows]
+        is_low = -low > high  # the end with the larger magnitude is a multiple of the scale, so that 0 is represented
+        edge = np.where(is_low, low, high)
+        scales = np.maximum((high - low) / self._top, np.float32(1e-7)) * np.where(
+            is_low, np.float32(1), np.float32(-1)
+        )
+        steps = np.rint(edge / scales)
+        np.divide(edge, steps, out=scales, where=steps != 0)
+        biases = np.where(steps == 0, np.float32(0), edge)
+        best_error = np.full(group.shape[1], np.inf, np.float32)
+        best = np.empty((2, group.shape[1]), np.float32)
+        for scale, bias in zip(
+            *(as_numpy(mx.array(x).astype(self._scale_dtype)) for x in (scales, biases)), strict=True
+        ):
+            whole = self.nearest((group - bias) / np.where(scale == 0, 1, scale))
+            error = importance @ np.square(whole * scale + bias - group)
+            better = error < best_error
+            best_error = np.where(better, error, best_error)
+            best = np.where(better, (scale, bias), best)
+        return best[0], best[1]
+
+    def nearest(self, x: np.ndarray) -> np.ndarray:
+        """The nearest values."""
+        return np.clip(np.rint(x), 0, self._top)
+
+    def pack(self, values: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> PackedMatrix:
+        """Pack values `[rows, width]`, with scales and biases `[rows, width / group_size]`."""
+        return PackedMatrix(
+            pack(values, self._bits), *(mx.array(x).astype(self._scale_dtype) for x in (scales, biases))
+        )
+
+
+class _Float:
+    """Floating-point numbers, with a scale for each group."""
+
+    dtype = np.float32
+
+    def __init__(self, fmt: Format):
+        self._format = FLOAT_FORMATS[fmt.mode]
+
+    def range(self, group: np.ndarray, importance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `_Affine`; the bias is 0, and the errors aren't weighted."""
+        codes = self._format.best_scales(mx.array(group.T))
+        scales = np.array(self._format.decode_scale(codes))
+        return scales, np.zeros_like(scales)
+
+    def nearest(self, x: np.ndarray) -> np.ndarray:
+        """See `_Affine`."""
+        return np.array(self._format.nearest(mx.array(x)))
+
+    def pack(self, values: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> PackedMatrix:
+        """See `_Affine`."""
+        return self._format.pack(mx.array(values), self._format.encode_scale(mx.array(scales)))

@@ -43,6 +43,9 @@ class Layers(Protocol):
     def head_inputs(self, batch: int, state: mx.array) -> Mapping[str, mx.array]:
         """The inputs of the matrices after the last layer, from the hidden state there."""
 
+    def logits(self, state: mx.array) -> mx.array:
+        """The logits `[B, T, V]`, from the hidden state after the last layer."""
+
 
 def layers_of(checkpoint: WritableCheckpoint) -> Layers:
     """The layers of a checkpoint.
@@ -60,6 +63,7 @@ class DecoderLayers:
         config = checkpoint.config
         self._model = LayerwiseModel(checkpoint)
         self._norm: Callable[[mx.array, mx.array | None], mx.array] | None = None
+        self._head: Callable[[mx.array, mx.array | None], mx.array] | None = None
         self.names = [f"{LAYER_PREFIX}.{index}" for index in range(config.num_hidden_layers)]
         self.tables = [n.removesuffix(".weight") for n in checkpoint.tensors if n.startswith("model.embed")]
         self.tied_table = EMBEDDING if config.tie_word_embeddings else None
@@ -81,6 +85,12 @@ class DecoderLayers:
         if self._norm is None:
             self._norm = self._model.final_norm()
         return {self.tied_table or HEAD: self._norm(state, None)}
+
+    def logits(self, state: mx.array) -> mx.array:
+        """See `Layers`."""
+        if self._head is None:
+            self._head = self._model.head()
+        return self._head(state, None)
 
 
 def _merge(state: HiddenState) -> mx.array:
@@ -114,6 +124,7 @@ class ModuleLayers:
         self._state: mx.array | None = None  # what the first layer returns then
         self._expected: mx.array | None = None  # what the next layer must be given
         self._head_inputs: dict[str, mx.array] = {}
+        self._loaded: nn.Module | None = None
         for index, layer in enumerate(self._layers):
             intercept(layer, "__call__", partial(self._call, index))
         self.tables = []
@@ -138,10 +149,9 @@ class ModuleLayers:
 
     def load(self, index: int) -> nn.Module:
         """See `Layers`."""
-        if index:
-            before = self._layers[index - 1]
-            before.update(tree_map(lambda value: mx.zeros(0), before.parameters()))
-        layer = self._layers[index]
+        if self._loaded is not None:
+            self._loaded.update(tree_map(mx.zeros_like, self._loaded.parameters()))  # lazy: they take no memory
+        layer = self._loaded = self._layers[index]
         load_submodule(layer, self._tensors, self.names[index])
         return layer
 
@@ -158,12 +168,17 @@ class ModuleLayers:
         self._run_without_layers(self._tokens[batch], state)
         return self._head_inputs
 
+    def logits(self, state: mx.array) -> mx.array:
+        """See `Layers`."""
+        self._run_without_layers(mx.zeros(state.shape[:2], mx.int32), state)
+        return self._logits
+
     def _run_without_layers(self, tokens: mx.array, state: mx.array | None = None) -> mx.array:
         """Run the model with layers that return their input, or the first of them `state`; returns its input."""
         self._calls, self._state, self._expected, self._head_inputs = [], state, None, {}
         self._without_layers = True
         try:
-            self._model(tokens)  # lazily: only what is used is evaluated
+            self._logits = self._model(tokens)  # lazily: only what is used is evaluated
         except ArgumentError:
             raise
         except Exception as error:  # a layer that returns several values, or isn't called by position

@@ -6,7 +6,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.convert.conversion import check_folder_name, folder_name
 from mlxlm.convert.metadata import Check, check_metadata
+from mlxlm.convert.model_card import CARD, model_card
 from mlxlm.convert.verify import Progress
 from mlxlm.families import weight_mappings
 from mlxlm.quantize.bit_search import search_bits
@@ -54,7 +55,7 @@ def quantize(
 
     Tensors stream from disk to disk. Rounding holds one matrix in memory; calibration holds one block or table in
     float32, the second moments of its inputs, and the hidden states of the calibration text. The report is also written
-    to the folder, as JSON and as a plot. If anything fails, `out` is not created.
+    to the folder, as JSON, as a plot and in a model card. If anything fails, `out` is not created.
 
     Args:
         source: Whatever `open_checkpoint` opens. A quantized model is dequantized first, with a warning.
@@ -111,6 +112,7 @@ def quantize(
             source=str(source),
             path=str(out),
             method=settings.method,
+            settings=_changed(settings) | ({} if adapter is None else {"adapter": str(adapter)}),
             dtype=str(model.dtype).removeprefix("mlx.core."),
             parameters=model.parameters,
             source_bytes=source_bytes,
@@ -133,7 +135,16 @@ def quantize(
         )
         write_json(folder / QUANTIZATION_REPORT, report.to_dict())
         plot_quantization(report, folder / QUANTIZATION_PLOT)
+        (folder / CARD).write_text(model_card(folder, out.name), encoding="utf-8")
     return report
+
+
+def _changed(settings: QuantizationSettings) -> dict[str, Any]:
+    """The settings that aren't the defaults, as JSON values."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    defaults = QuantizationSettings()
+    changed = {name: value for name, value in values.items() if value != getattr(defaults, name)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in changed.items()}
 
 
 def _check_memory(source: Source) -> None:

@@ -82,6 +82,7 @@ class QuantizationReport:
         source: Path or hub id that was quantized.
         path: The output.
         method: "rtn", "gptq" or "awq".
+        settings: Fields of QuantizationSettings that aren't the defaults.
         dtype: Dtype of scales, biases and everything that isn't quantized.
         parameters: Number of parameters.
         source_bytes: Bytes of the source's tensors.
@@ -108,6 +109,7 @@ class QuantizationReport:
     source: str
     path: str
     method: str
+    settings: dict[str, Any]
     dtype: str
     parameters: int
     source_bytes: int
@@ -188,10 +190,9 @@ def decode_speeds(
     before: WritableCheckpoint, after: WritableCheckpoint, prompt: Sequence[int]
 ) -> tuple[float | None, float | None, str | None]:
     """Tokens per second of two models after `prompt`, the median of some turns, and a note; None if not measured."""
-    if ON_CPU:
-        return None, None, "not measured: on a CPU all weights are computed in float32, whatever their bits"
     room, context = 0.6 * platform.total_memory(), before.config.max_position_embeddings
-    if sum(tensor.nbytes for model in (before, after) for tensor in model.tensors.values()) > room:
+    nbytes = sum(tensor.nbytes for model in (before, after) for tensor in model.tensors.values())
+    if nbytes * (2 if ON_CPU else 1) > room:  # a CPU computes in float32
         return None, None, "not measured: the two models don't fit in memory together"
     count = min(_MAX_NEW_TOKENS, context - len(prompt))
     if count < 2:

@@ -22,18 +22,20 @@ _output = partial(option, section="Output")
 class QuantizationSettings:
     """How to quantize, calibrate, evaluate and verify.
 
-    At most one of `bits`, `recipe`, `max_size`, `target_bpw` and `max_kl` chooses the bits; without one, all matrices
-    get the default bits of the mode. A matrix whose width `group_size` doesn't divide gets the largest smaller size
-    that does, or stays in 16 bits. `method` "rtn" gives exactly what mlx_lm.convert gives for a 16-bit source, if
-    `mode` is affine.
+    At most one of `bits`, `recipe`, `max_size`, `target_bpw` and `max_kl` chooses the bits. Without one, each matrix
+    gets the bits and the group size that lose least, in the size of 4 bits for all; with `method` "rtn", all get 4
+    bits. A matrix whose width `group_size` doesn't divide gets the largest smaller size that does, or stays in 16 bits.
+    `method` "rtn" gives exactly what mlx_lm.convert gives for a 16-bit source, if `mode` is affine.
     """
 
-    bits: int | None = _bits(None, "Bits of all matrices.", common=True, choices=BITS, default_text="4")
+    bits: int | None = _bits(
+        None, "Bits of all matrices.", common=True, choices=BITS, default_text="chosen per matrix, 4.5 per weight"
+    )
     group_size: int | None = _bits(
         None,
         "Weights that share a scale. Smaller groups are more precise and larger.",
         choices=GROUP_SIZES,
-        default_text="64",
+        default_text="64, or chosen with the bits",
     )
     mode: str = _bits(
         "affine",
@@ -55,9 +57,9 @@ class QuantizationSettings:
         None, "Choose bits per matrix for at most this KL divergence, in nats per token: 0.02.", above=0
     )
     method: str = _method(
-        "rtn",
-        "rtn rounds to nearest, in seconds. gptq takes about 5 minutes per 100M parameters on two CPU cores, and is "
-        "closer to SOURCE at equal size. awq takes two thirds of that time; its result is mostly between the two.",
+        "gptq",
+        "gptq and awq calibrate on a text. gptq is the closest to SOURCE at equal size. rtn rounds to nearest, in "
+        "seconds.",
         common=True,
         choices=METHODS,
     )
@@ -90,8 +92,10 @@ class QuantizationSettings:
 
     @property
     def searches_bits(self) -> bool:
-        """Whether the bits of each matrix are searched for."""
-        return any(getattr(self, name) is not None for name in _SEARCHES)
+        """Whether the bits of each matrix are chosen by what they cost."""
+        if any(getattr(self, name) is not None for name in _SEARCHES):
+            return True
+        return self.mode == "affine" and self.method != "rtn" and self.bits is None and self.recipe is None
 
     @property
     def needs_calibration_text(self) -> bool:
@@ -119,8 +123,6 @@ class QuantizationSettings:
         fixed = [name for name in (*targets, "group_size") if getattr(self, name) is not None]
         if self.mode != "affine" and fixed:
             raise ArgumentError(f"`{fixed[0]}` would have no effect: {self.mode} has fixed bits and a fixed group size")
-        if self.mode != "affine" and self.method == "gptq":
-            raise ArgumentError(f"`method` gptq needs `mode` affine, not {self.mode}", "awq")
         if self.calibration_text is not None and not self.needs_calibration_text:
             hint = "gptq, `recover`, or an evaluation text"
             raise ArgumentError("`calibration_text` would have no effect with `method` rtn", hint)

@@ -66,7 +66,7 @@ def test_jsonl(model, adapter, merged, tmp_path):
 
 
 def test_quantize(model, adapter, merged, tmp_path):
-    options = ["--bits", "4", "--no-evaluate", "--json"]
+    options = ["--method", "rtn", "--no-evaluate", "--json"]
     assert run("quantize", merged, "--out", tmp_path / "a", *options)[0] == 0
     assert run("quantize", model, "--adapter", adapter, "--out", tmp_path / "b", *options)[0] == 0
     a, b = (open_checkpoint(tmp_path / name).tensors for name in "ab")

@@ -34,7 +34,7 @@ def test_evaluate_compare_and_quantize_agree(model, tmp_path, make_text, rows):
     evaluated = json.loads(out)
     _, out, _ = run("compare", model, model, "--eval-text", text, "--json")
     compared = json.loads(out)
-    settings = ("--group-size", "32", "--eval-text", text, "--no-verify", "--json")
+    settings = ("--method", "rtn", "--group-size", "32", "--eval-text", text, "--no-verify", "--json")
     _, out, _ = run("quantize", model, "--out", tmp_path / "out", *settings)
     measured = json.loads(out)["metrics"]
     assert evaluated["tokens"] > 2 * evaluated["context_length"]

@@ -17,7 +17,8 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
 
 
 def test_the_report(model, tmp_path, text_file):
-    code, out, err = run("quantize", model, "--out", tmp_path / "out", "--bits", "3", "--eval-text", text_file)
+    options = ("--method", "rtn", "--bits", "3", "--eval-text", text_file)
+    code, out, err = run("quantize", model, "--out", tmp_path / "out", *options)
     assert code == 0 and "Traceback" not in err
     for name in ("bits per weight", "KL divergence", "bits per byte", "top-1 agreement"):
         assert name in out
@@ -54,7 +55,7 @@ def test_max_size(model, tmp_path, text_file):
     [
         (["--bits", "4", "--recipe", "mixed_3_4"], "--bits and --recipe both choose"),
         (["--mode", "mxfp4", "--bits", "4"], "--bits would have no effect"),
-        (["--calibration-text", __file__], "--calibration-text would have no effect"),
+        (["--method", "rtn", "--calibration-text", __file__], "--calibration-text would have no effect"),
         (["--max-size", "many"], "'many' is not a size"),
         (["--max-size", "0GB"], "--max-size is 0, it must be a whole number above 0"),
         (["--target-bpw", "-1"], "--target-bpw is -1.0, it must be a number above 0"),

@@ -3,7 +3,8 @@
 import json
 
 from mlxlm.checkpoint.locations import QUANTIZATION_PLOT, best_checkpoint
-from mlxlm.convert.upload import model_card, model_files
+from mlxlm.convert.model_card import is_generated, model_card
+from mlxlm.convert.upload import model_files
 from tests.cli.helpers import error_line
 from tests.run_command import run
 
@@ -18,6 +19,9 @@ def test_a_quantized_folder(model, tmp_path, text_file):
     assert f"{report['metrics']['kl']:.4f} nats per token" in card and f"]({QUANTIZATION_PLOT})" in card
     assert f"{report['bits_per_weight']:.2f} bits per weight" in card and "base_model" not in card
     assert set(model_files(out)) == {path.name for path in out.iterdir()}
+    assert "--bits 4 --group-size 32" in (out / "README.md").read_text() and is_generated(out)
+    (out / "README.md").write_text((out / "README.md").read_text() + "A word of the user's.\n")
+    assert not is_generated(out)
     (out / "quantization.json").write_text(json.dumps({**report, "source": "owner/model:Q8_0@main"}))
     assert "base_model: owner/model\nbase_model_relation: quantized\n" in model_card(out, "me/small")
     assert "--yes is needed without a terminal" in run("upload", out, "me/small")[2]

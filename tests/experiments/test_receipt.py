@@ -51,7 +51,7 @@ def model(tmp_path_factory):
     """A quantized model with its receipt."""
     folder = tmp_path_factory.mktemp("receipt")
     run = train_all(RECIPE.start(folder / "run"))
-    quantize(run.path, folder / "model", bits=4)
+    quantize(run.path, folder / "model", bits=4, method="rtn")
     receipt = Receipt.of_run(run, folder / "model")
     (folder / "model/receipt.json").write_text(json.dumps(receipt.to_dict()))
     return folder / "model"

@@ -57,7 +57,7 @@ def no_plots(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
     monkeypatch.setattr("mlxlm.quantize.report.SECONDS", 0.0)
-    monkeypatch.setattr("mlxlm.quantize.bit_search.PROBE_TOKENS", 32)
+    monkeypatch.setattr("mlxlm.quantize.sensitivity.TOKENS", 256)
     monkeypatch.setattr("mlxlm.quantize.calibration_text.CALIBRATION_TOKENS", 2048)
     monkeypatch.setattr("mlxlm.quantize.calibration_text.EVAL_TOKENS", 512)
 
@@ -69,4 +69,5 @@ def plots():
 
 def needed_bytes(folder: Path) -> int:
     """Bytes of the files of a quantized model without the report."""
-    return sum(file.stat().st_size for file in folder.iterdir() if not file.name.startswith("quantization"))
+    files = (file for file in folder.iterdir() if file.stem not in ("quantization", "README"))
+    return sum(file.stat().st_size for file in files)

@@ -8,13 +8,14 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.open import open_checkpoint
-from mlxlm.config.quantization import Format
+from mlxlm.config.quantization import BITS, Format
 from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
-from mlxlm.quantize import bit_search, quantize
+from mlxlm.quantize import bit_search, quantize, sensitivity
 from mlxlm.quantize.calibrate import get_submodule
 from mlxlm.quantize.quantization_plan import matrices, uniform
 from mlxlm.quantize.rtn import dequantized, quantize_rtn
+from mlxlm.quantize.sensitivity import estimate_sensitivities
 from mlxlm.utils.errors import ConfigError
 from tests.quantize.conftest import needed_bytes
 
@@ -48,9 +49,13 @@ def test_sensitivities_fall_with_bits_and_are_positive(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(matrices(checkpoint), Format(8))
     windows = np.arange(64, dtype=np.int32)[None] + 20
-    for cost in bit_search.estimate_sensitivities(checkpoint, plan, windows, print).values():
-        values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
-        assert values == sorted(values, reverse=True) and values[-1] > 0
+    found = estimate_sensitivities(checkpoint, bit_search.candidate_formats(plan, None), windows)
+    assert found.keys() == {matrix.name for matrix in plan.matrices}
+    for cost in found.values():
+        assert {(fmt.bits, fmt.group_size) for fmt in cost} >= {(bits, size) for bits in BITS for size in (32, 64)}
+        for size in (32, 64):
+            values = [cost[Format(bits, size)] for bits in BITS]
+            assert values == sorted(values, reverse=True) and values[-1] > 0
 
 
 def test_estimated_costs_are_those_of_single_matrices(model):
@@ -58,7 +63,7 @@ def test_estimated_costs_are_those_of_single_matrices(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(matrices(checkpoint), Format(4))
     windows = np.random.default_rng(0).integers(20, 300, (16, 32)).astype(np.int32)
-    estimated = bit_search.estimate_sensitivities(checkpoint, plan, windows, print)
+    estimated = estimate_sensitivities(checkpoint, bit_search.candidate_formats(plan, 64), windows)
     decoder = load_model(model)[0]
     source = log_softmax(decoder(mx.array(windows)).astype(mx.float32))
     ratios = []
@@ -88,17 +93,17 @@ def test_fit_to_kl_measures_no_plan_twice(model):
     assert len(metrics) == len(set(metrics))
 
 
-measure, measured = bit_search.estimate_sensitivities, {}
+measured = {}
 
 
 @pytest.fixture(autouse=True)
 def sensitivities_measured_once(monkeypatch):
     """Searches in the same model and text share their measurements, which take longest."""
 
-    def cached(checkpoint, plan, windows, *progress):
-        key = (checkpoint.path, windows.tobytes(), bit_search._Probe.gradient)
+    def cached(checkpoint, formats, windows, progress):
+        key = (checkpoint.path, windows.tobytes(), str(formats), sensitivity._Costs.add)
         if key not in measured:
-            measured[key] = measure(checkpoint, plan, windows, *progress)
+            measured[key] = estimate_sensitivities(checkpoint, formats, windows, progress)
         return measured[key]
 
     monkeypatch.setattr(bit_search, "estimate_sensitivities", cached)
@@ -116,7 +121,7 @@ def test_max_size_bounds_the_bytes_on_disk(model, tmp_path, texts):
 
 
 def test_target_bpw_is_better_than_uniform_bits(model, tmp_path, texts):
-    even = quantize(model, tmp_path / "even", bits=3, eval_text=texts[1])
+    even = quantize(model, tmp_path / "even", bits=3, calibration_text=texts[0], eval_text=texts[1])
     target = even.bits_per_weight
     report = quantize(model, tmp_path / "out", target_bpw=target, calibration_text=texts[0], eval_text=texts[1])
     assert target - 0.1 < report.bits_per_weight <= target
@@ -145,7 +150,10 @@ def test_max_kl_with_few_candidates_on_disk(model, tmp_path, texts, monkeypatch)
 
 
 def test_matrices_without_cost_get_the_remaining_bytes(model, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.bit_search._Probe.gradient", lambda probe, tokens, scales: 0 * scales)
+    add = sensitivity._Costs.add
+    monkeypatch.setattr(
+        sensitivity._Costs, "add", lambda self, name, w, rows, columns: add(self, name, w, 0 * rows, columns)
+    )
     report = quantize(model, tmp_path / "out", max_size=10**9, calibration_text=texts[0], evaluate=False)
     assert set(report.bits.values()) == {8}
 

@@ -42,9 +42,9 @@ def test_text_files_replace_the_data_of_a_run(model, tmp_path, texts):
     step = tmp_path / "run" / "checkpoints" / "step-1"
     step.mkdir(parents=True)
     (tmp_path / "run" / "model.safetensors").rename(step / "model.safetensors")
-    report = quantize(tmp_path / "run", tmp_path / "out", eval_text=texts[1])
+    report = quantize(tmp_path / "run", tmp_path / "out", method="rtn", eval_text=texts[1])
     assert report.metrics.text.endswith("evaluation.txt")
     with pytest.raises(MlxlmError, match="--calibration-text FILE"):
-        quantize(tmp_path / "run", tmp_path / "gptq", method="gptq", eval_text=texts[1])
+        quantize(tmp_path / "run", tmp_path / "gptq", eval_text=texts[1])
     with pytest.raises(MlxlmError, match="--eval-text FILE"):
-        quantize(tmp_path / "run", tmp_path / "measured")
+        quantize(tmp_path / "run", tmp_path / "measured", method="rtn")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from mlxlm.backend.mlx import mx
-from mlxlm.config.quantization import BITS, GROUP_SIZES, Format
+from mlxlm.config.quantization import BITS, GROUP_SIZES, MODES, Format
 from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import GPTQ, output_error, row_errors
 from mlxlm.quantize.rtn import dequantized, pack, quantize_rtn
@@ -46,11 +46,12 @@ def problem(rows=48, width=128, tokens=2000, seed=0):
     return weight, (inputs.T @ inputs).astype(np.float32)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_less_than_half_the_error_of_rounding(bits, group_size):
+FORMATS = [Format(bits, size) for bits in BITS for size in (32, 128)] + [Format.of(m) for m in MODES if m != "affine"]
+
+
+@pytest.mark.parametrize("chosen", FORMATS, ids=str)
+def test_less_than_half_the_error_of_rounding(chosen):
     weight, moments = problem()
-    chosen = Format(bits, group_size)
     ours, plain = (
         relative_error(weight, p, chosen, moments)
         for p in (gptq(weight, moments, chosen), quantize_rtn(weight, chosen))

@@ -24,7 +24,7 @@ from mlxlm.quantize.quantization_plan import matrices, uniform
 )
 def test_rtn_equals_mlx_lm(model, tmp_path, settings):
     convert = pytest.importorskip("mlx_lm.convert").convert
-    quantize(model, tmp_path / "ours", **settings, evaluate=False)
+    quantize(model, tmp_path / "ours", **settings, method="rtn", evaluate=False)
     theirs = {"q_bits": settings.get("bits"), "q_group_size": settings.get("group_size")}
     if "recipe" in settings:
         theirs = {"quant_predicate": settings["recipe"], "q_group_size": 64}
@@ -48,7 +48,7 @@ def test_rtn_of_other_dtypes_equals_mlx_lm(write_model, tmp_path, dtype):
     """A float32 model becomes one of float16 first, for which mlx_lm has to be asked."""
     mlx_lm = pytest.importorskip("mlx_lm.convert")
     write_model(tmp_path / "source", dtype)
-    quantize(tmp_path / "source", tmp_path / "ours", evaluate=False)
+    quantize(tmp_path / "source", tmp_path / "ours", method="rtn", evaluate=False)
     asked = "float16" if dtype == mx.float32 else None
     mlx_lm.convert(str(tmp_path / "source"), str(tmp_path / "theirs"), quantize=True, dtype=asked)
     assert_equal(tmp_path / "ours", tmp_path / "theirs")

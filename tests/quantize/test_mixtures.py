@@ -68,7 +68,7 @@ def assert_runs_alike(folder, count=8):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_equals_mlx_lm(kind, mixtures, tmp_path):
     source = mixtures(kind)
-    report = quantize(source, tmp_path / "out", group_size=32, evaluate=False)
+    report = quantize(source, tmp_path / "out", group_size=32, method="rtn", evaluate=False)
     assert {check.name: check.result for check in report.checks} == dict.fromkeys(
         ("tensors", "tokenizer", "configuration"), "equal"
     )
@@ -112,7 +112,7 @@ def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, text
 @pytest.mark.parametrize("kind", ["exaone_moe", "granitemoe"])
 def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
-    rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
+    rounded = quantize(mixtures(kind), tmp_path / "rtn", method="rtn", **settings)
     report = quantize(mixtures(kind), tmp_path / "gptq", method="gptq", calibration_text=texts[0], **settings)
     assert report.metrics.kl < 0.9 * rounded.metrics.kl and report.bits == rounded.bits
     assert set(report.errors) == set(report.bits)
@@ -202,7 +202,7 @@ def test_moments_of_matrices_of_heads(ours):
 def test_latent_attention_is_calibrated(mixtures, tmp_path, texts):
     """By GPTQ; AWQ rounds these matrices."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
-    rounded = quantize(mixtures("deepseek_v3"), tmp_path / "rtn", **settings)
+    rounded = quantize(mixtures("deepseek_v3"), tmp_path / "rtn", method="rtn", **settings)
     settings["calibration_text"] = texts[0]
     report = quantize(mixtures("deepseek_v3"), tmp_path / "gptq", method="gptq", **settings)
     quantize(mixtures("deepseek_v3"), tmp_path / "awq", method="awq", **settings)
@@ -214,8 +214,8 @@ def test_latent_attention_is_calibrated(mixtures, tmp_path, texts):
 
 
 def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypatch):
-    settings = {"group_size": 32, "evaluate": False}
-    quantize(mixtures("granitemoe"), tmp_path / "rtn", **settings)
+    settings = {"bits": 4, "group_size": 32, "evaluate": False}
+    quantize(mixtures("granitemoe"), tmp_path / "rtn", method="rtn", **settings)
     settings |= {"method": "gptq", "calibration_text": texts[0]}
     reports = [quantize(mixtures("granitemoe"), tmp_path / "gptq", **settings)]
     monkeypatch.setattr(calibrate, "MIN_EXPERT_TOKENS", 10**6)
@@ -232,14 +232,14 @@ def test_an_evaluation_needs_memory(mixtures, tmp_path, texts, monkeypatch):
     source = mixtures("granitemoe")
     monkeypatch.setattr(pipeline.platform, "total_memory", lambda: 10**6)
     with pytest.raises(CheckpointError, match="needs .* GB of memory for the two models .try: .*evaluat"):
-        quantize(source, tmp_path / "out", eval_text=texts[1])
+        quantize(source, tmp_path / "out", method="rtn", eval_text=texts[1])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text"])
 def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     """Every method; mlx_lm reads the results as mlxlm does."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
-    rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
+    rounded = quantize(mixtures(kind), tmp_path / "rtn", method="rtn", **settings)
     report = quantize(mixtures(kind), tmp_path / "gptq", method="gptq", calibration_text=texts[0], **settings)
     assert report.metrics.kl < 0.9 * rounded.metrics.kl and report.bits == rounded.bits
     assert report.errors.keys() == report.bits.keys()
@@ -327,8 +327,8 @@ def test_awq_reduces_the_divergence(kind, tiny_tokenizer, tmp_path, texts):
         weights[name] = (weights[name] * large).astype(weights[name].dtype)
     mx.eval(weights)
     save_weights(source, weights)
-    settings = {"group_size": 32, "eval_text": texts[1]}
-    rounded = quantize(source, tmp_path / "rtn", **settings)
+    settings = {"bits": 4, "group_size": 32, "eval_text": texts[1]}
+    rounded = quantize(source, tmp_path / "rtn", method="rtn", **settings)
     report = quantize(source, tmp_path / "awq", method="awq", calibration_text=texts[0], **settings)
     assert report.metrics.kl < 0.95 * rounded.metrics.kl and report.bits == rounded.bits
     assert_runs_alike(tmp_path / "awq", 2)
@@ -337,7 +337,7 @@ def test_awq_reduces_the_divergence(kind, tiny_tokenizer, tmp_path, texts):
 def test_short_convolutions(mixtures, tmp_path, texts):
     """Their projections are calibrated, and the kernel keeps its dtype."""
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
-    rounded = quantize(mixtures("lfm2"), tmp_path / "rtn", **settings)
+    rounded = quantize(mixtures("lfm2"), tmp_path / "rtn", method="rtn", **settings)
     assert {name for name in rounded.bits if "layers.0.conv" in name} == {
         f"model.layers.0.conv.{name}_proj" for name in ("in", "out")
     }
@@ -348,7 +348,7 @@ def test_short_convolutions(mixtures, tmp_path, texts):
 
 
 def test_report(mixtures, tmp_path, texts, plots):
-    report = quantize(mixtures("granitemoe"), tmp_path / "out", group_size=32, eval_text=texts[1])
+    report = quantize(mixtures("granitemoe"), tmp_path / "out", method="rtn", group_size=32, eval_text=texts[1])
     assert_runs_alike(tmp_path / "out", 4)
     assert set(report.errors) == set(report.bits)
     assert report.metrics.hidden_state_errors == {} and (tmp_path / "out/quantization.png").stat().st_size > 10_000

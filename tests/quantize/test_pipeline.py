@@ -22,9 +22,8 @@ from tests.quantize.conftest import needed_bytes
 
 def test_report_agrees_with_the_files(model, tmp_path, texts, plots):
     phases = []
-    report = quantize(
-        model, tmp_path / "out", bits=4, eval_text=texts[1], progress=lambda phase, done, total: phases.append(phase)
-    )
+    settings = {"method": "rtn", "eval_text": texts[1]}
+    report = quantize(model, tmp_path / "out", **settings, progress=lambda phase, done, total: phases.append(phase))
     assert report.bytes == needed_bytes(tmp_path / "out")
     stored = json.loads((tmp_path / "out" / QUANTIZATION_REPORT).read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
@@ -61,7 +60,7 @@ def test_invalid_sources_and_texts(model, write_model, tmp_path, texts):
 
 def test_quantized_sources_are_dequantized_first(model, tmp_path, texts):
     """The report is about the additional loss, and its sizes are those of the files."""
-    first = quantize(model, tmp_path / "8bit", bits=8, evaluate=False)
+    first = quantize(model, tmp_path / "8bit", bits=8, method="rtn", evaluate=False)
     report = quantize(
         tmp_path / "8bit", tmp_path / "3bit", bits=3, method="gptq", calibration_text=texts[0], eval_text=texts[1]
     )
@@ -71,7 +70,7 @@ def test_quantized_sources_are_dequantized_first(model, tmp_path, texts):
     assert "already quantized (MLX): " in warning and "mlxlm convert keeps the weights" in warning
     rounded, wanted = (load_weights(tmp_path / name) for name in ("3bit", "8bit"))
     assert rounded.keys() == wanted.keys() and rounded["model.norm.weight"].dtype == mx.float16
-    again = quantize(tmp_path / "8bit", tmp_path / "same", bits=8, eval_text=texts[1])
+    again = quantize(tmp_path / "8bit", tmp_path / "same", bits=8, method="rtn", eval_text=texts[1])
     assert again.metrics.kl < report.metrics.kl / 10
 
 
@@ -94,16 +93,15 @@ def test_warnings(model, tmp_path, texts):
     gguf = tmp_path / "source.gguf"
     convert(model, gguf, outtype="Q8_0", verify_output=False)
     (tmp_path / "short.txt").write_text("The cat sat on the mat and then it ran away from the dog in the house.")
-    report = quantize(gguf, tmp_path / "out", eval_text=tmp_path / "short.txt", verify=False)
+    report = quantize(gguf, tmp_path / "out", method="rtn", eval_text=tmp_path / "short.txt", verify=False)
     assert any("already quantized (Q8_0)" in warning for warning in report.warnings)
     assert any("fewer than 256 say little" in warning for warning in report.warnings)
-    clean = quantize(model, tmp_path / "clean", eval_text=texts[1])
-    assert clean.warnings == [] and (clean.metrics.speed_before is None) == ON_CPU
+    clean = quantize(model, tmp_path / "clean", method="rtn", eval_text=texts[1])
+    assert clean.warnings == [] and clean.metrics.speed_before > 0 and clean.metrics.speed_note is None
 
 
-def test_decoding_speeds_on_a_gpu(model, monkeypatch):
+def test_decoding_speeds(model, monkeypatch):
     source = open_checkpoint(model)
-    monkeypatch.setattr(report, "ON_CPU", False)
     monkeypatch.setattr(report, "SECONDS", 1.0)
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=count(0, 0.25).__next__))
     assert report.decode_speeds(source, source, [1, 2, 3]) == (4.0, 4.0, None)
@@ -123,7 +121,7 @@ def test_buffer_cache_limit_is_restored(model, tmp_path):
 
     before = mx.set_cache_limit(1 << 31)
     try:
-        quantize(model, tmp_path / "out", evaluate=False, verify=False, progress=note)
+        quantize(model, tmp_path / "out", method="rtn", evaluate=False, verify=False, progress=note)
         assert max(limits) < 1 << 30 and mx.set_cache_limit(before) == 1 << 31
     finally:
         mx.set_cache_limit(before)
@@ -141,7 +139,7 @@ def test_indivisible_layers_are_skipped(write_model, tmp_path, texts):
 
 
 def test_verification(model, tmp_path):
-    report = quantize(model, tmp_path / "out", bits=4, evaluate=False)
+    report = quantize(model, tmp_path / "out", method="rtn", evaluate=False)
     assert {check.name: check.result for check in report.checks} == dict.fromkeys(
         ("tensors", "tokenizer", "configuration"), "equal"
     )
@@ -160,7 +158,7 @@ def test_changed_values_on_disk_are_an_error(model, tmp_path, monkeypatch):
         "mlxlm.quantize.pipeline.copy_tokenizer", lambda source, folder: spoil(folder) or carry(source, folder)
     )
     with pytest.raises(CheckpointError, match=r"out: model.norm.weight is not what was written"):
-        quantize(model, tmp_path / "out", evaluate=False)
+        quantize(model, tmp_path / "out", method="rtn", evaluate=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -79,14 +79,14 @@ def test_gradients_are_those_of_finite_differences(bits):
 def test_a_model_that_recovery_makes_worse_stays_as_it_was(model, tmp_path, texts, monkeypatch, learning_rate):
     monkeypatch.setattr(recover, "LEARNING_RATE", learning_rate)
     monkeypatch.setattr(recover, "STEPS", 2)
-    quantize(model, tmp_path / "plain", bits=4, evaluate=False)
-    quantize(model, tmp_path / "out", bits=4, evaluate=False, recover=True, calibration_text=texts[0])
+    quantize(model, tmp_path / "plain", method="rtn", evaluate=False)
+    quantize(model, tmp_path / "out", method="rtn", evaluate=False, recover=True, calibration_text=texts[0])
     before, after = parts(tmp_path / "plain"), parts(tmp_path / "out")
     assert all(mx.array_equal(before[name], after[name]) for name in before | after)
 
 
 def test_floating_point_formats_train_only_the_norms(model, tmp_path, texts):
-    options = {"mode": "mxfp4", "evaluate": False}
+    options = {"mode": "mxfp4", "method": "rtn", "evaluate": False}
     quantize(model, tmp_path / "plain", **options)
     report = quantize(model, tmp_path / "out", recover=True, calibration_text=texts[0], **options)
     assert report.metrics is report.metrics_before_recovery is None

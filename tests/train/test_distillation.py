@@ -97,7 +97,7 @@ def test_the_gradient_is_straight_through(tiny_config):
 def test_quantized_weights_are_those_of_mlxlm_quantize(tmp_path, tiny_config, tiny_tokenizer):
     model = random_decoder(tiny_config)
     folder = write_folder(tmp_path / "model", model, tiny_config, tiny_tokenizer)
-    assert mlxlm("quantize", folder, "--bits", 3, "--out", tmp_path / "q", "--no-evaluate")[0] == 0
+    assert mlxlm("quantize", folder, "--method", "rtn", "--bits", 3, "--out", tmp_path / "q", "--no-evaluate")[0] == 0
     wanted = load_float32_weights(open_checkpoint(tmp_path / "q"))
     before = dict(arrays_of(model))
     settings = TrainSettings(steps=1, learning_rate=1.0, quantization={"bits": 3, "group_size": 64})
