@@ -46,7 +46,7 @@ quantize_bits_option = option(
     "Distillation",
     "--quantize-bits",
     click.Choice([str(bits) for bits in BITS]),
-    "Train with the weights rounded as mlxlm quantize --method rtn does with these --bits, so that its result is better.",
+    "Train with the weights rounded as mlxlm quantize --method rtn does with these --bits, for a better result.",
     advanced=True,
 )
 

@@ -7,7 +7,7 @@ that no activations are kept: |ΔW X|² = tr(ΔW · XᵀX · ΔWᵀ).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,10 @@ def find_scale_groups(block: nn.Module, run: Callable[[], mx.array]) -> list[Sca
 
 def _observe(block: nn.Module, run: Callable[[], mx.array]) -> tuple[mx.array, dict[str, np.ndarray]]:
     """Run a block: its output, and the sum of squares of each channel of its layers' inputs, by name."""
-    with calibrate.recording(block, diagonal=True) as recorder:
+    with calibrate.recording(block, diagonal=True) as inputs:
         output = run()
         mx.eval(output)
-        recorder.end_batch()
-    stats = recorder.stats().items()
-    return output, {n: s.squares() if isinstance(s, ExpertInputs) else s.moments for n, s in stats}
+    return output, {n: s.squares() if isinstance(s, ExpertInputs) else s.moments for n, s in inputs.items()}
 
 
 def _size(x: mx.array) -> float:
@@ -101,12 +99,12 @@ def apply_best_scales(
     inputs: Mapping[str, InputStats | ExpertInputs],
     formats: Mapping[str, Format | None],
     dtype: mx.Dtype,
-) -> tuple[dict[str, InputStats | ExpertInputs], set[str]]:
+) -> set[str]:
     """Scale the channels of a block in place, in each group by the exponent with the smallest output error.
 
     Experts that read too little of the text to be calibrated aren't scaled. See `CalibratedMethod.change_block`.
     """
-    inputs, changed = dict(inputs), set()
+    changed: set[str] = set()
     for group in groups:
         readers = {name: inputs[name] for name in group.next_layers}
         quantized = [
@@ -118,9 +116,8 @@ def apply_best_scales(
             continue
         scale = _divide(source, scale, group.offset, dtype)
         _multiply(block, group.next_layers, scale, dtype)
-        inputs |= {name: stats.divided_by(np.array(scale)) for name, stats in readers.items()}
         changed |= {group.source, *group.next_layers}
-    return inputs, changed
+    return changed
 
 
 def _scale(
@@ -244,16 +241,17 @@ class AWQ(CalibratedMethod):
         self,
         block: nn.Module,
         run: Callable[[], mx.array],
-        inputs: Mapping[str, InputStats | ExpertInputs],
         formats: Mapping[str, Format | None],
         dtype: mx.Dtype,
-    ) -> tuple[Mapping[str, InputStats | ExpertInputs], set[str]]:
+    ) -> set[str]:
         """Scale channels. Blocks with weights of the same names and shapes are scaled in the same places."""
         kind = tuple((name, value.shape) for name, value in tree_flatten(block.parameters()))
         if kind not in self._groups:
             self._groups[kind] = find_scale_groups(block, run)
+        with calibrate.recording(block) as inputs:
+            mx.eval(run())
         return apply_best_scales(block, self._groups[kind], inputs, formats, dtype)
 
-    def quantize(self, matrices: calibrate.Matrices, inputs: InputStats) -> Iterator[PackedMatrix]:
+    def quantize(self, name: str, weight: mx.array, fmt: Format, inputs: InputStats) -> PackedMatrix:
         """Round with the best clip ratio of each group."""
-        return (quantize_clipped(name, weight, inputs.moments, fmt) for name, weight, fmt in matrices)
+        return quantize_clipped(name, weight, inputs.moments, fmt)

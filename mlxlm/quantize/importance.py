@@ -11,7 +11,7 @@ import numpy as np
 from mlxlm.backend.mlx import limit_buffer_cache, mx, nn
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.convert.verify import Progress
-from mlxlm.quantize.calibrate import ExpertInputs, InputStats, calibrate_layers, get_submodule
+from mlxlm.quantize.calibrate import ExpertInputs, calibrate_layers, get_submodule, recording
 from mlxlm.quantize.calibration_text import CALIBRATION_TOKENS, WINDOW_TOKENS, text_of_file
 from mlxlm.quantize.layers import layers_of
 from mlxlm.utils.errors import CheckpointError
@@ -47,9 +47,10 @@ def importance_weights(
     model, finished = layers_of(checkpoint), itertools.count(1)
     result: dict[str, np.ndarray] = {}
 
-    def on_layer(
-        name: str, layer: nn.Module, run: Callable[[], mx.array], inputs: Mapping[str, InputStats | ExpertInputs]
-    ) -> None:
+    def on_layer(name: str, layer: nn.Module, run: Callable[[], mx.array], _: Mapping[str, mx.array]) -> mx.array:
+        with recording(layer, diagonal=True) as inputs:
+            output = run()
+            mx.eval(output)
         for matrix, stats in inputs.items():
             if isinstance(stats, ExpertInputs):
                 squares = stats.mean_squares(get_submodule(layer, matrix).num_experts)
@@ -59,7 +60,8 @@ def importance_weights(
                 raise CheckpointError(f"the inputs of {name}.{matrix} are not finite on {text.name}", "another text")
             result[f"{name}.{matrix}"] = squares
         progress("calibrating", next(finished), len(model.names))
+        return output
 
     with limit_buffer_cache():
-        calibrate_layers(model, windows, on_layer, diagonal=True)
+        calibrate_layers(model, windows, on_layer)
     return result

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize import calibrate
 from mlxlm.quantize.awq import AWQ
-from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, Matrices, get_submodule
+from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStatistics, InputStats, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
 from mlxlm.quantize.gptq import GPTQ, output_error
 from mlxlm.quantize.layers import layers_of
@@ -114,8 +115,7 @@ def quantize_calibrated(
         progress(next(done), total)
 
     if tied is not None:
-        stats = calibrate.calibrate_layers(source, windows[::_TIED_SHARE], progress=report)[tied]
-        tied_moments = stats.moments if isinstance(stats, InputStats) else None
+        tied_moments = calibrate.calibrate_layers(source, windows[::_TIED_SHARE], progress=report)[tied].moments
     embeddings = quantizer.quantize_tables(source.tables, tied, tied_moments)
     calibrated = layers_of(checkpoint.with_tensors({**checkpoint.tensors, **embeddings}))
     unquantized = source if method.runs_source else None
@@ -158,50 +158,59 @@ class _LayerQuantizer:
             if module == tied and tied_moments is not None:
                 moments = moments + tied_moments / max(float(np.mean(np.diag(tied_moments))), 1e-30)
                 measured = InputStats(tied_moments)
-            [packed] = self._quantize([(module, tensor.read(), fmt)], InputStats(moments), measured)
+            packed = self._quantize(module, tensor.read(), fmt, InputStats(moments), measured)
             stored = self._save(module, packed.parts(module))
             embeddings |= dequantize_tensors(stored, self._plan.quantization_config())
         return embeddings
 
-    def quantize_head(self, name: str, inputs: InputStats | ExpertInputs) -> None:
+    def quantize_head(self, name: str, inputs: InputStats) -> None:
         """Quantize an untied head, or another matrix outside the layers."""
         weight, fmt = self._checkpoint.tensors[f"{name}.weight"].read(), self._plan.formats[name]
         assert fmt is not None
-        [packed] = self._quantize([(name, weight, fmt)], inputs)
-        self._save(name, packed.parts(name))
+        self._save(name, self._quantize(name, weight, fmt, inputs).parts(name))
 
     def quantize_layer(
-        self,
-        name: str,
-        block: nn.Module,
-        run: Callable[[], mx.array],
-        inputs: Mapping[str, InputStats | ExpertInputs],
-    ) -> None:
-        """Quantize the matrices of a layer, and set its weights to the dequantized ones."""
+        self, name: str, block: nn.Module, run: Callable[[], mx.array], source_inputs: Mapping[str, mx.array]
+    ) -> mx.array:
+        """Quantize the matrices of a layer while it runs, each one when it is called; see `calibrate.OnLayer`.
+
+        So a matrix is calibrated on what those before it give once they are quantized, in the same layer, too.
+        """
         prefix, tensors = f"{name}.", self._checkpoint.tensors
         formats = {m.removeprefix(prefix): fmt for m, fmt in self._plan.formats.items() if m.startswith(prefix)}
         results: dict[str, mx.array] = {}
         if formats:
             dtype = tensors[f"{prefix}{next(iter(formats))}.weight"].dtype
-            inputs, changed = self._method.change_block(block, run, inputs, formats, dtype)
-            for layer in sorted(changed):
-                for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
-                    key = f"{name}.{layer}.{parameter}"
+            for changed in sorted(self._method.change_block(block, run, formats, dtype)):
+                for parameter, value in tree_flatten(get_submodule(block, changed).parameters()):
+                    key = f"{name}.{changed}.{parameter}"
                     results[key] = value.astype(tensors[key].dtype)
-        groups: dict[int, tuple[InputStats | ExpertInputs | None, list[tuple[str, mx.array, Format]]]] = {}
-        for layer_name, fmt in formats.items():
-            if fmt is not None:
-                module, layer = f"{name}.{layer_name}", get_submodule(block, layer_name)
-                weight = layer.weight.astype(tensors[f"{module}.weight"].dtype)
-                read = inputs.get(layer_name)
-                groups.setdefault(id(read), (read, []))[1].append((module, weight, fmt))
-        for read, matrices in groups.values():
-            for (module, _, fmt), packed in zip(matrices, self._quantize(matrices, read), strict=True):
-                layer = get_submodule(block, module.removeprefix(prefix))
-                layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
-                results |= packed.parts(module)
+        left = {layer_name: fmt for layer_name, fmt in formats.items() if fmt is not None}
+        statistics = InputStatistics()
+
+        def quantize(layer_name: str, inputs: InputStats | ExpertInputs | None) -> None:
+            module, layer, fmt = f"{name}.{layer_name}", get_submodule(block, layer_name), left.pop(layer_name)
+            weight = layer.weight.astype(tensors[f"{module}.weight"].dtype)
+            packed = self._quantize(module, weight, fmt, inputs)
+            layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
+            results.update(packed.parts(module))
+
+        def call(
+            layer_name: str, layer: nn.Module, original: Callable[..., mx.array], *inputs: Any, **options: Any
+        ) -> mx.array:
+            if layer_name in left:
+                transposed, source = not options.get("transpose", True), source_inputs.get(layer_name)
+                quantize(layer_name, statistics.of(layer, inputs, transposed, source))
+            return original(*inputs, **options)
+
+        with calibrate.intercepting(block, call):
+            output = run()
+            mx.eval(output)
+        for layer_name in list(left):  # not called, on this text
+            quantize(layer_name, None)
         if results:
             self._save(name, results)
+        return output
 
     def result(self) -> QuantizedTensors:
         """All tensors in the source's order; matrices that weren't calibrated are rounded when they are read."""
@@ -211,73 +220,61 @@ class _LayerQuantizer:
 
     def _quantize(
         self,
-        matrices: Matrices,
+        module: str,
+        weight: mx.array,
+        fmt: Format,
         inputs: InputStats | ExpertInputs | None,
         measured: InputStats | None = None,
-    ) -> list[PackedMatrix]:
-        """Quantize matrices that read the same inputs, and record their errors, on inputs `measured` if given.
+    ) -> PackedMatrix:
+        """Quantize a matrix, and record its error, on inputs `measured` if given.
 
         What has no inputs is rounded to nearest: matrices of a kind that isn't calibrated, and experts that read less
         than `calibrate.MIN_EXPERT_TOKENS`.
         """
         if inputs is None:
-            rounded = [quantize_rtn(weight, fmt) for _, weight, fmt in matrices]
-            for (module, weight, fmt), packed in zip(matrices, rounded, strict=True):
-                self._errors[module] = weight_error(weight, packed, fmt)
-            return rounded
+            packed = quantize_rtn(weight, fmt)
+            self._errors[module] = weight_error(weight, packed, fmt)
+            return packed
         try:
             if isinstance(inputs, InputStats):
-                results = self._quantize_matrices(matrices, inputs, measured)
+                packed, (change, size) = self._quantize_matrix(module, weight, fmt, inputs, measured or inputs)
             else:
-                results = self._quantize_experts(matrices, inputs)
+                packed, (change, size) = self._quantize_experts(module, weight, fmt, inputs)
         except CheckpointError as error:
-            raise error.prefixed(" and ".join(module for module, _, _ in matrices)) from None
-        for (module, _, _), (_, (change, size)) in zip(matrices, results, strict=True):
-            self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
-        return [packed for packed, _ in results]
+            raise error.prefixed(module) from None
+        self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
+        return packed
 
-    def _quantize_matrices(
-        self, matrices: Matrices, inputs: InputStats, measured: InputStats | None = None
-    ) -> list[tuple[PackedMatrix, np.ndarray]]:
-        """Quantize matrices `[rows, width]`, or `[heads, rows, width]`.
-
-        Returns:
-            Each with the parts of its error, see `output_error`.
-        """
-        pieces = [
-            (module, rows[start : start + count], fmt)
-            for module, weight, fmt in matrices
-            for rows in [weight.flatten(0, -2)]
-            for count in [len(rows) if inputs.transposed else _ROWS]
-            for start in range(0, len(rows), count)
-        ]
-        found: dict[str, list[tuple[PackedMatrix, np.ndarray]]] = {module: [] for module, _, _ in matrices}
-        for (module, rows, fmt), packed in zip(pieces, self._method.quantize(pieces, inputs), strict=True):
-            found[module].append((packed, output_error(rows, packed, fmt, measured or inputs)))
+    def _quantize_matrix(
+        self, module: str, weight: mx.array, fmt: Format, inputs: InputStats, measured: InputStats
+    ) -> tuple[PackedMatrix, np.ndarray]:
+        """Quantize a matrix `[rows, width]`, or `[heads, rows, width]`; returns the parts of its error, too."""
+        rows = weight.flatten(0, -2)
+        count = len(rows) if inputs.transposed else _ROWS
+        parts = []
+        for start in range(0, len(rows), count):
+            piece = rows[start : start + count]
+            packed = self._method.quantize(module, piece, fmt, inputs)
+            parts.append((packed, output_error(piece, packed, fmt, measured)))
             mx.eval(packed)
             mx.clear_cache()
-        results = []
-        for module, weight, _ in matrices:
-            packed, squared = _join(PackedMatrix.concatenate_rows, found[module])
-            shaped = PackedMatrix(*(x if x is None else mx.unflatten(x, 0, weight.shape[:-1]) for x in packed))
-            results.append((shaped, squared))
-        return results
+        packed, squared = _join(PackedMatrix.concatenate_rows, parts)
+        return PackedMatrix(*(x if x is None else mx.unflatten(x, 0, weight.shape[:-1]) for x in packed)), squared
 
-    def _quantize_experts(self, matrices: Matrices, inputs: ExpertInputs) -> list[tuple[PackedMatrix, np.ndarray]]:
-        """Quantize matrices `[experts, rows, width]`; see `_quantize_matrices`."""
-        experts: list[list[tuple[PackedMatrix, np.ndarray]]] = []
-        for expert in range(matrices[0][1].shape[0]):
+    def _quantize_experts(
+        self, module: str, weight: mx.array, fmt: Format, inputs: ExpertInputs
+    ) -> tuple[PackedMatrix, np.ndarray]:
+        """Quantize matrices `[experts, rows, width]`; see `_quantize_matrix`."""
+        parts = []
+        for expert, rows in enumerate(weight):
             tokens, stats = inputs.of(expert)
-            own = [(module, weight[expert], fmt) for module, weight, fmt in matrices]
             if tokens >= calibrate.MIN_EXPERT_TOKENS:
-                experts.append(self._quantize_matrices(own, stats))
+                parts.append(self._quantize_matrix(module, rows, fmt, stats, stats))
                 continue
-            experts.append([])
-            for module, rows, fmt in own:
-                packed = quantize_rtn(rows, fmt)
-                experts[-1].append((packed, output_error(rows, packed, fmt, stats) if tokens else np.zeros(2)))
-                self._rounded_experts[module] = self._rounded_experts.get(module, 0) + 1
-        return [_join(PackedMatrix.stack, parts) for parts in zip(*experts, strict=True)]
+            packed = quantize_rtn(rows, fmt)
+            parts.append((packed, output_error(rows, packed, fmt, stats) if tokens else np.zeros(2)))
+            self._rounded_experts[module] = self._rounded_experts.get(module, 0) + 1
+        return _join(PackedMatrix.stack, parts)
 
     def _save(self, name: str, arrays: dict[str, mx.array]) -> dict[str, LazyTensor]:
         file = self._scratch / f"{name}.safetensors"

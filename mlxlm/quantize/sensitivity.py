@@ -28,7 +28,7 @@ from mlxlm.utils.errors import CheckpointError
 # Matrix -> format -> increase of the KL divergence, in nats per token, if only this matrix is quantized.
 Sensitivities = Mapping[str, Mapping[Format, float]]
 
-TOKENS = 2048
+TOKENS = 1024
 WINDOW_TOKENS = 128  # shorter than for calibration: the logits of a window are in memory at once
 _ROWS = 256  # of a matrix that are rounded, drawn by importance
 _MIN_COST = 1e-12  # nats per token: matrices without a measurable cost get more bits, too, if there is room

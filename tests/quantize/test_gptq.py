@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from mlxlm.backend.mlx import mx
 from mlxlm.config.quantization import BITS, GROUP_SIZES, MODES, Format
 from mlxlm.quantize.calibrate import InputStats
-from mlxlm.quantize.gptq import GPTQ, output_error, row_errors
+from mlxlm.quantize.gptq import GPTQ, output_error
 from mlxlm.quantize.rtn import dequantized, pack, quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 
@@ -27,8 +27,7 @@ def test_packed_values_come_back(bits, group, groups, rows, seed):
 
 
 def gptq(weight, moments, chosen, dxxt=None, transposed=False):
-    [packed] = GPTQ().quantize([("", weight, chosen)], InputStats(moments, dxxt, transposed))
-    return packed
+    return GPTQ().quantize("", weight, chosen, InputStats(moments, dxxt, transposed))
 
 
 def relative_error(*arguments) -> float:
@@ -105,20 +104,6 @@ def test_matrices_of_heads():
     assert output_error(rows, ours, chosen, inputs)[0] == pytest.approx(sum(errors[0]), rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_row_is_worse_than_rounding(seed):
-    """Also where the inputs have hardly any correlation, and where a few rows are outliers."""
-    weight, moments = problem(rows=32, width=64, tokens=40 + 100 * seed, seed=seed)
-    weight[0] *= 100
-    chosen = Format(3, 32)
-    source = np.array(weight.astype(mx.float32))
-    ours, plain = (
-        row_errors(source, p, chosen, InputStats(moments))
-        for p in (gptq(weight, moments, chosen), quantize_rtn(weight, chosen))
-    )
-    assert (ours <= plain * (1 + 1e-5)).all()
-
-
 def test_channels_without_input_are_rounded():
     weight, moments = problem()
     dead = np.arange(128) % 5 == 0
@@ -158,10 +143,10 @@ def test_infinite_inputs_are_an_error():
         gptq(weight, moments, Format(4, 64))
 
 
-def test_changed_inputs_are_partly_compensated():
-    """Inputs that are all 20 % too small: the outputs aimed at are half of the way back."""
+def test_changed_inputs_are_compensated():
+    """Inputs that are all 20 % too small."""
     weight, moments = problem()
     packed = gptq(weight, moments, Format(8, 32), dxxt=0.25 * moments)
     source, changed = np.array(weight.astype(mx.float32)), np.array(dequantized(packed, Format(8, 32)))
     grown = np.vdot(changed @ moments, source) / np.vdot(source @ moments, source)
-    assert grown == pytest.approx(1.125, abs=0.005)
+    assert grown == pytest.approx(1.25, abs=0.005)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, open_checkpoint
 from mlxlm.checkpoint.gguf.k_quants import USE_IMPORTANCE, quantize_k
 from mlxlm.convert import convert
 from mlxlm.quantize import importance_weights
-from mlxlm.quantize.calibrate import ExpertInputs, calibrate_layers
+from mlxlm.quantize.calibrate import ExpertInputs, calibrate_layers, recording
 from mlxlm.quantize.calibration_text import text_of_file
 from mlxlm.quantize.layers import layers_of
 from mlxlm.tokenizer import load as load_tokenizer
@@ -34,7 +35,10 @@ def test_they_are_the_diagonals_of_moments(source, request, texts):
     tokens = text_of_file(texts[0], load_tokenizer(folder), 10**6)
     windows, wanted = tokens.windows(128, 2048), {}
 
-    def on_layer(name, layer, run, inputs):
+    def on_layer(name, layer, run, source_inputs):
+        with recording(layer) as inputs:
+            output = run()
+            mx.eval(output)
         for matrix, stats in inputs.items():
             if isinstance(stats, ExpertInputs):
                 counts_and_stats = [stats.of(expert) for expert in range(5)]
@@ -43,6 +47,7 @@ def test_they_are_the_diagonals_of_moments(source, request, texts):
                 ]
             else:
                 wanted[f"{name}.{matrix}"] = np.diag(stats.moments) / windows.size
+        return output
 
     calibrate_layers(layers_of(open_checkpoint(folder)), windows, on_layer)
     assert found.keys() == wanted.keys() and len(found) == (14 if source == "model" else 8)

@@ -170,12 +170,10 @@ def test_moments_of_each_expert(shape):
     rng = np.random.default_rng(0)
     x, experts = rng.normal(size=shape).astype(np.float32), rng.integers(0, 4, (2, 5, 3))
     experts = experts.reshape(-1) if len(shape) == 3 else experts
-    inputs = ExpertInputs()
-    for _ in range(2):
-        inputs.add(mx.array(x), mx.array(experts))
+    inputs = ExpertInputs(mx.array(x), mx.array(experts))
     rows = np.broadcast_to(x[..., 0, :], (*experts.shape, 8))
     for expert in range(5):
-        chosen = np.concatenate(2 * [rows[experts == expert]])
+        chosen = rows[experts == expert]
         count, stats = inputs.of(expert)
         assert count == len(chosen)
         np.testing.assert_allclose(stats.moments, chosen.T @ chosen if count else 0, rtol=1e-4, atol=1e-5)
@@ -189,11 +187,10 @@ def test_moments_of_matrices_of_heads(ours):
     sizes = {"embed_q": (16, 8), "unembed_out": (8, 12)}
     for name, (inputs, outputs) in sizes.items():
         block[name] = HeadLinear(4, inputs, outputs) if ours else mla.MultiLinear(inputs, outputs, 4)
-    with calibrate.recording(block) as recorder:
+    with calibrate.recording(block) as stats:
         block.embed_q(latents, transpose=False)
         block.unembed_out(latents)
-        recorder.end_batch()
-    stats, rows = recorder.stats(), np.array(latents).reshape(-1, 8)
+    rows = np.array(latents).reshape(-1, 8)
     assert {name: of_layer.transposed for name, of_layer in stats.items()} == {"embed_q": True, "unembed_out": False}
     for of_layer in stats.values():
         np.testing.assert_allclose(of_layer.moments, rows.T @ rows, rtol=1e-5)
@@ -295,13 +292,13 @@ def test_awq_finds_what_it_can_scale(kind, mixtures, monkeypatch):
     layers = layers_of(open_module_checkpoint(mixtures(kind)))
     tokens = mx.array(np.random.default_rng(0).integers(0, VOCABULARY, (2, 64)))
     state, output = *layers.embed([tokens]), mx.array(0.0)
-    inputs, groups = {}, []
+    groups: list = []
     for index, _ in enumerate(layers.names):
         block, before = layers.load(index), state
-        with calibrate.recording(block) as recorder:
+        with calibrate.recording(block) as inputs:
             state = output = layers.run(block, index, 0, before)
-            recorder.end_batch()
-        groups, inputs = find_scale_groups(block, partial(layers.run, block, index, 0, before)), recorder.stats()
+            mx.eval(output)
+        groups = find_scale_groups(block, partial(layers.run, block, index, 0, before))
     assert {g.source: " ".join(sorted(g.next_layers)) for g in groups} == {
         source: " ".join(sorted(readers.split())) for source, readers in SCALED[kind].items()
     }
@@ -310,7 +307,7 @@ def test_awq_finds_what_it_can_scale(kind, mixtures, monkeypatch):
     changed = []
     for tokens in (10**6, 1):  # experts that read too little aren't scaled
         monkeypatch.setattr(calibrate, "MIN_EXPERT_TOKENS", tokens)
-        changed.append(apply_best_scales(block, groups, inputs, formats, mx.float32)[1])
+        changed.append(apply_best_scales(block, groups, inputs, formats, mx.float32))
     assert "switch_mlp.down_proj" not in str(changed[0])
     assert set(SCALED[kind]) == {group.source for group in groups if group.source in changed[0] | changed[1]}
     after = layers.run(block, index, 0, before)

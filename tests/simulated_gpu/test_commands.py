@@ -76,7 +76,8 @@ def test_interrupted_training_in_bfloat16_resumes_bit_equal(simulated_gpu, folde
 
 
 def test_quantized_model_answers_with_a_quantized_rotating_cache(simulated_gpu, folder, tmp_path):
-    succeed("quantize", folder / "my-model", "--out", tmp_path / "4bit", "--method", "rtn", "--group-size", "32", "--no-evaluate")
+    options = ["--method", "rtn", "--group-size", "32", "--no-evaluate"]
+    succeed("quantize", folder / "my-model", "--out", tmp_path / "4bit", *options)
     simulated_gpu.launches.clear()
     question = "Where did the cat sit? And the two birds? " * 4  # longer than the cache
     answer = succeed("chat", tmp_path / "4bit", *CHAT, "-p", question)
