@@ -38,8 +38,8 @@ class GPTQ(CalibratedMethod):
         range if the error is smaller. A matrix whose inputs were always zero is rounded to nearest.
 
         With the inputs X₀ of the unquantized model, the target is its output, for X₀ (GPTAQ, Li et al. 2025,
-        arXiv:2504.02692). KL of a model of 135M parameters in 3 bits, 16,384 tokens: 0.42 with half of the correction,
-        0.37 with all of it; for 4,096 tokens, fewer than three times the width, it is no gain.
+        arXiv:2504.02692). KL of a model of 2.7M parameters in 2 bits: 0.93 without this, 0.39 with half of the
+        correction, 0.32 with all of it.
 
         Raises:
             CheckpointError: The statistics are not finite, or the moments not positive definite.
