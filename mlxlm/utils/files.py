@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import filecmp
 import glob
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import psutil
@@ -256,18 +254,6 @@ def same_file(first: Path, second: Path) -> bool:
         return False
     one, other = first.stat(), second.stat()
     return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
-
-
-def has_hard_links(folder: Path) -> bool:
-    """Whether the disk of `folder` supports hard links; FAT and some network drives don't."""
-    with suppress(OSError), TemporaryDirectory(prefix=".links.", dir=folder) as probe:
-        first = Path(probe, "first")
-        first.touch()
-        try:
-            Path(probe, "second").hardlink_to(first)
-        except OSError as error:
-            return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return True  # or the disk is full
 
 
 def _publish(partial: Path, path: Path, error_type: type[MlxlmError], hint: str) -> None:
