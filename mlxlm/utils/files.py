@@ -17,11 +17,11 @@ import psutil
 
 from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
 
+_HINT = "another name for the output"
+
 
 @contextmanager
-def atomic_new_folder(
-    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
-) -> Iterator[Path]:
+def atomic_new_folder(path: Path | str, error_type: type[MlxlmError] = CheckpointError) -> Iterator[Path]:
     """Write a new folder atomically.
 
     Yields a hidden folder next to `path` to write to. On success it is flushed to disk and renamed to `path`; on an
@@ -30,37 +30,33 @@ def atomic_new_folder(
     Args:
         path: The folder. It may exist if it is empty.
         error_type: The error to raise.
-        hint: The hint if `path` exists.
 
     Raises:
         error_type: `path` exists, or writing fails.
     """
-    check_not_exists(path, error_type, hint)
+    check_not_exists(path, error_type, _HINT)
     with _partial(Path(path), error_type, make_parent=True) as partial:
         partial.mkdir()
         yield partial
         for file in partial.rglob("*"):
             _flush(file)
-        check_not_exists(path, error_type, hint)  # again, since writing can take minutes
+        check_not_exists(path, error_type, _HINT)  # again, since writing can take minutes
         _flush_and_rename(partial, Path(path))
 
 
 @contextmanager
-def atomic_new_files(
-    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
-) -> Iterator[Path]:
+def atomic_new_files(path: Path) -> Iterator[Path]:
     """Write several new files atomically.
 
     Yields a hidden folder next to `path` to write files to. On success they are moved to the folder of `path`, `path`
     itself last; on an error none of them remains. A file with the same content may exist, except `path`.
 
     Raises:
-        error_type: `path` or another version of a file exists, or writing fails.
+        CheckpointError: `path` or another version of a file exists, or writing fails.
     """
-    path = Path(path)
     moved: list[Path] = []
-    with _partial(path, error_type, make_parent=True) as partial:
-        _check_no_file(path, error_type, hint)
+    with _partial(path, CheckpointError, make_parent=True) as partial:
+        _check_no_file(path, CheckpointError, _HINT)
         partial.mkdir()
         with _rename_in_errors(partial / path.name, path), _rename_in_errors(partial, path.parent):
             yield partial
@@ -69,7 +65,7 @@ def atomic_new_files(
                 target = path.with_name(file.name)
                 if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
                     continue
-                _publish(file, target, error_type, hint)
+                _publish(file, target, CheckpointError, _HINT)
                 moved.append(target)
         except BaseException:
             for target in moved:
@@ -81,7 +77,7 @@ def atomic_new_files(
 def atomic_new_file(
     path: Path | str,
     error_type: type[MlxlmError] = CheckpointError,
-    hint: str = "another name for the output",
+    hint: str = _HINT,
     *,
     mode: int = 0o666,
 ) -> Iterator[BinaryIO]:
