@@ -67,10 +67,6 @@ CASES = {
         "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": None, "tie_word_embeddings": True,
     },
     "glm_moe_dsa": {**BASE, **LATENT, **ROUTED, "index_topk": 64, "index_head_dim": 8, "index_n_heads": 2},
-    "mimo_v2_flash": {
-        **{name: value for name, value in WINDOWS.items() if name != "rope_parameters"}, **ROUTED, "head_dim": 24,
-        "v_head_dim": 8, "num_key_value_heads": 1,
-    },
     "nanochat": BASE,
     "olmo_hybrid": {
         **BASE, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
