@@ -65,7 +65,7 @@ def find(source: Path | str) -> Path | None:
     """Return the path of a model that needs no download: as `resolve`, or None; always None for a hub id.
 
     Raises:
-        CheckpointError: A file of a model of the catalog has changed, or a model of ollama has an adapter.
+        CheckpointError: A model of ollama has an adapter.
     """
     name = str(source)
     if os.path.exists(name):  # unlike Path.exists, False for a name that is too long
@@ -76,8 +76,6 @@ def find(source: Path | str) -> Path | None:
         return find_ollama(name.removeprefix(OLLAMA_PREFIX))
     entry = find_catalog_entry(name)
     local = entry and find_entry(entry)
-    if local and local.path.is_dir():
-        hub.check_digests(local.path, name)
     return local.path if local else None
 
 
@@ -146,15 +144,12 @@ def _from_hub(entry: CatalogEntry, source: HubSource, update: Callable[[int], No
 
 
 def check_files(entry: CatalogEntry, path: Path) -> None:
-    """Read all files of a downloaded model, and compare them with the digest of the catalog, or the first download's.
+    """Read a downloaded file, and compare it with the digest of the catalog, if that has one.
 
     Raises:
-        CheckpointError: A file has another digest.
+        CheckpointError: It has another digest.
     """
-    if entry.sha256 is None:
-        hub.check_digests(path, entry.name, whole=True)
-        hub.record_digests(path)
-    elif file_sha256(path, CheckpointError) != entry.sha256:
+    if entry.sha256 is not None and file_sha256(path, CheckpointError) != entry.sha256:
         raise CheckpointError(f"{path} is another file: its SHA-256 is wrong", f"mlxlm models rm {entry.name}")
 
 

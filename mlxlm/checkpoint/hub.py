@@ -2,8 +2,7 @@
 
 huggingface_hub itself continues after a lost connection, but starts again in a new process, and its downloads of whole
 repositories don't stop at Ctrl-C: `download_source` downloads large files itself and continues where an earlier process
-stopped. The digests of a first download are kept next to the snapshot, so that files that change later don't go
-unnoticed, and are removed with it.
+stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from mlxlm.checkpoint.locations import gguf_quantization, group_gguf, has_all_sa
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import commit_file
-from mlxlm.utils.json_files import read_json_object, write_json
 
 _ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<quantization>[A-Za-z0-9][\w-]*))?"
@@ -42,9 +40,6 @@ _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"]
 _DEFAULT_QUANTIZATION = "Q4_K_M"  # of GGUF files, as in llama.cpp and ollama
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the ETag of large files, and their name in the cache
-_DIGESTS_FILE = "mlxlm.json"  # in the folder of a repository: {"revision": commit, "sha256": {file: digest}}
-_MAX_DIGESTS = 1 << 20  # bytes of that file
-_LARGE = 64 << 20  # bytes; smaller files are always read, in a tenth of a second
 
 
 def is_id(text: str) -> bool:
@@ -231,14 +226,9 @@ def find_source(source: HubSource) -> Path | None:
         path = huggingface_hub.try_to_load_from_cache(source.repository, source.file, revision=source.revision)
         return Path(path) if isinstance(path, str) else None
     with suppress(CheckpointError):
-        folder = _snapshot(source.repository, revision(source), _SAFETENSORS, is_local=True)
+        folder = _snapshot(source.repository, source.revision, _SAFETENSORS, is_local=True)
         return folder if has_all_safetensors(folder) else None
     return None
-
-
-def revision(source: HubSource) -> str | None:
-    """The commit of a source: that of the catalog, or that of the first download; None before that."""
-    return source.revision or recorded_revision(platform.cached_repository(source.repository))
 
 
 def download_source(source: HubSource) -> Path:
@@ -256,12 +246,11 @@ def download_source(source: HubSource) -> Path:
         if source.file is not None:
             download_blob(source.repository, source.file, source.revision, blobs)
             return Path(huggingface_hub.hf_hub_download(source.repository, source.file, revision=source.revision))
-        commit = revision(source)
-        info = huggingface_hub.HfApi().model_info(source.repository, revision=commit)
+        info = huggingface_hub.HfApi().model_info(source.repository, revision=source.revision)
         for sibling in info.siblings or ():
             if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
                 download_blob(source.repository, sibling.rfilename, info.sha, blobs)
-        return _snapshot(source.repository, commit, _SAFETENSORS, is_local=False)
+        return _snapshot(source.repository, source.revision, _SAFETENSORS, is_local=False)
 
 
 @contextmanager
@@ -329,50 +318,3 @@ def download_blob(repository: str, file: str, revision: str | None, blobs: Path)
                 partial.unlink()
                 raise CheckpointError(f"{file} of {repository} arrived damaged: its SHA-256 is {digest}", "again")
             commit_file(partial, blob)
-
-
-def recorded_revision(repository: Path) -> str | None:
-    """The commit whose digests are kept for a repository in the hub's cache, or None."""
-    return _read_digests(repository)[0]
-
-
-def record_digests(snapshot: Path) -> None:
-    """Keep the digests of a snapshot's files, unless they are kept already."""
-    if recorded_revision(snapshot.parents[1]) != snapshot.name:
-        digests = {file.name: _digest(file, whole=True) for file in sorted(snapshot.iterdir()) if file.is_file()}
-        write_json(snapshot.parents[1] / _DIGESTS_FILE, {"revision": snapshot.name, "sha256": digests})
-
-
-def check_digests(snapshot: Path, name: str, whole: bool = False) -> None:
-    """Compare a snapshot with the digests that are kept.
-
-    Args:
-        snapshot: Its folder in the hub's cache.
-        name: The model, for the error.
-        whole: Read large files, too, instead of trusting the digest that is their name in the cache.
-
-    Raises:
-        CheckpointError: A file has another digest.
-    """
-    revision, digests = _read_digests(snapshot.parents[1])
-    if revision != snapshot.name:
-        return
-    for file, digest in digests.items():
-        if (snapshot / file).is_file() and _digest(snapshot / file, whole) != digest:
-            hint = f"mlxlm models rm {name}, then mlxlm models pull {name}"
-            raise CheckpointError(f"{snapshot / file} has changed since its first download", hint)
-
-
-def _read_digests(repository: Path) -> tuple[str | None, dict[str, str]]:
-    if not (repository / _DIGESTS_FILE).is_file():
-        return None, {}
-    values = read_json_object(
-        repository / _DIGESTS_FILE, _MAX_DIGESTS, CheckpointError, f"remove {repository / _DIGESTS_FILE}"
-    )
-    return values["revision"], values["sha256"]
-
-
-def _digest(file: Path, whole: bool) -> str | None:
-    name = file.resolve().name
-    is_digest = not whole and file.stat().st_size >= _LARGE and _SHA256.fullmatch(name)
-    return name if is_digest else file_sha256(file, CheckpointError)

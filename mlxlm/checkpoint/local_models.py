@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from mlxlm.backend import platform
 from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog
 from mlxlm.checkpoint.locations import GGUF_PART, gguf_models, gguf_quantization, has_all_safetensors
-from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.json_files import read_json_object
 
@@ -57,37 +55,16 @@ def own_file(entry: CatalogEntry) -> Path | None:
 
 
 def find_entry(entry: CatalogEntry) -> LocalModel | None:
-    """Find a model of the catalog: in mlxlm's folder, Hugging Face's cache, or the same file of another program."""
+    """Find a model of the catalog in mlxlm's folder or Hugging Face's cache."""
     own = own_file(entry)
-    if own is not None and _has_size(own, entry.bytes):
+    if own is not None and own.is_file() and own.stat().st_size == entry.bytes:
         return LocalModel(entry.name, own, entry.bytes, OWN)
     for source in entry.sources:
         path = hub.find_source(source) if isinstance(source, HubSource) else None
         # The cache names large files by their digest.
         if path is not None and entry.sha256 in (None, path.resolve().name):
             return LocalModel(entry.name, path, folder_size(path), HUB)
-    return None if entry.sha256 is None else _same_file(entry, entry.sha256)
-
-
-def _same_file(entry: CatalogEntry, sha256: str) -> LocalModel | None:
-    """Find the file of an entry in the folders of ollama, which names files by their digest, and LM Studio."""
-    for folder in _ollama_folders():
-        blob = folder / "blobs" / f"sha256-{sha256}"
-        if _has_size(blob, entry.bytes):
-            return LocalModel(entry.name, blob, entry.bytes, OLLAMA)
-    for source in entry.sources:
-        if isinstance(source, HubSource) and source.file is not None:
-            for folder in _lm_studio_folders():
-                path = folder / source.repository / source.file
-                if _has_size(path, entry.bytes) and _sha256(path, path.stat().st_mtime_ns) == sha256:
-                    return LocalModel(entry.name, path, entry.bytes, LM_STUDIO)
     return None
-
-
-@functools.cache
-def _sha256(path: Path, _modified: int) -> str | None:
-    """The digest of a file, which is read again when its modification time changes."""
-    return file_sha256(path, CheckpointError)
 
 
 def find_ollama(name: str) -> Path | None:
@@ -219,10 +196,6 @@ def _models_in(folder: Path, name: str, location: str, id: str, one_name: bool =
             location,
             file_id,
         )
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def folder_size(path: Path) -> int:

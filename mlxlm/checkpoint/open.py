@@ -97,18 +97,17 @@ def open_checkpoint(source: Path | str, adapter: Path | str | None = None) -> An
     return replace(checkpoint, config=config, tensors=tensors, packed=None)
 
 
-def open_decoder_checkpoint(source: Path | str, purpose: str = "used", adapter: Path | str | None = None) -> Checkpoint:
+def open_decoder_checkpoint(source: Path | str, purpose: str = "used") -> Checkpoint:
     """Open a checkpoint of an architecture that mlxlm's decoder implements.
 
     Args:
         source: As for `open_checkpoint`.
         purpose: What the checkpoint is for, in the error: "fine-tuned".
-        adapter: As for `open_checkpoint`.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: As `open_checkpoint`; or only mlx_lm implements the architecture.
     """
-    checkpoint = open_checkpoint(source, adapter)
+    checkpoint = open_checkpoint(source)
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
     hint = None

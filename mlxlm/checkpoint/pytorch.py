@@ -35,7 +35,6 @@ from mlxlm.utils.errors import CheckpointError
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 begins with the pickle of a large number
 _LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
 _NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys of the weights in files of training scripts
-_MAX_DIRECTORY = 4_000_000  # bytes of a ZIP file's directory, about 100 for each storage
 _MAX_PICKLE = 4_000_000
 _AGAIN = "copy or download it again"
 
@@ -156,28 +155,13 @@ def _big_endian(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} has big-endian numbers", "a file saved on a little-endian machine")
 
 
-class _BoundedFile:
-    """A file for `zipfile` that doesn't read a directory that is too large for memory."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.seek, self.tell = file, file.seek, file.tell
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, count: int = -1) -> bytes:
-        if count > _MAX_DIRECTORY:
-            raise zipfile.BadZipFile(f"its directory has {count} bytes, more than any model's")
-        return self.file.read(_MAX_DIRECTORY if count < 0 else count)
-
-
 class _Archive:
     """The records of an open file by name. Raises CheckpointError for anything that PyTorch doesn't write."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
         try:
-            with zipfile.ZipFile(_BoundedFile(file)) as archive:
+            with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OSError) as error:
             raise CheckpointError(f"{path} is not a complete PyTorch file: {error}", _AGAIN) from None

@@ -247,12 +247,6 @@ def _print_models(as_json: bool) -> None:
         _print_table(others, _OTHERS)
     tested = ", ".join(model["name"] for model in known if model["tested"])
     render.say(f"\nTested with mlxlm: {tested}. The sizes of the others are estimates.", style="dim")
-    for model in known:
-        if not model["pinned"]:
-            first = (
-                f"keeps the revision of its first download, {model['revision']}" if model["revision"] else "isn't here"
-            )
-            render.say(f"{model['name']} has no pinned revision, and {first}.", style="dim")
     dtype = ", in float32 if they fit," if machine.device_type == "cpu" else ","
     render.say(f"Memory: the weights{dtype} a cache of 4,096 tokens and its copy, and the program itself.", style="dim")
     render.say("mlxlm chat NAME downloads a model if necessary.", style="dim")
@@ -273,8 +267,7 @@ def _entry(entry: CatalogEntry, machine: planner.Machine) -> dict[str, Any]:
     place = {
         "path": local and str(local.path),
         "location": location,
-        "revision": source and hub.revision(source),
-        "pinned": bool(entry.sha256 or (source and source.revision)),
+        "revision": source and source.revision,
     }
     return {name: getattr(entry, name) for name in names} | {"memory": fit.memory, "fits": fit.fits} | place
 
@@ -296,7 +289,6 @@ def _bundled(name: str, folder: Path, machine: planner.Machine) -> dict[str, Any
         "path": str(folder),
         "location": "mlxlm",
         "revision": None,
-        "pinned": True,
     }
 
 

@@ -113,7 +113,10 @@ def _packed(texts: list[str], width: int) -> list[str]:
     return lines
 
 
-def line_chart(points: Sequence[tuple[float, float]], width: int = 60, height: int = 10) -> list[str]:
+_CHART_HEIGHT = 10  # lines
+
+
+def line_chart(points: Sequence[tuple[float, float]], width: int) -> list[str]:
     """Draw a line chart of braille characters, two by four dots each, with the range of y on the left.
 
     Each column of dots shows the mean of its points.
@@ -131,14 +134,14 @@ def line_chart(points: Sequence[tuple[float, float]], width: int = 60, height: i
     means = [sum(c) / len(c) if c else None for c in columns]
     values = [m for m in means if m is not None]
     low, high = min(values), max(values)
-    cells = [[0] * width for _ in range(height)]
+    cells = [[0] * width for _ in range(_CHART_HEIGHT)]
     for column, mean in enumerate(means):
         if mean is None:
             continue
         level = 0.0 if high == low else (high - mean) / (high - low)
-        row = min(4 * height - 1, int(level * 4 * height))
+        row = min(4 * _CHART_HEIGHT - 1, int(level * 4 * _CHART_HEIGHT))
         cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
-    labels = [f"{high:.2f}", *[""] * (height - 2), f"{low:.2f}"]
+    labels = [f"{high:.2f}", *[""] * (_CHART_HEIGHT - 2), f"{low:.2f}"]
     pad = max(map(len, labels))
     return [
         f"{label:>{pad}} │" + "".join(chr(0x2800 + cell) for cell in row)

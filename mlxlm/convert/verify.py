@@ -1,4 +1,4 @@
-"""Verify an output: compare its tensors, logits and greedy tokens with the source."""
+"""Verify an output: compare its tensors and logits with the source."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf.affine import EXACT_BITS, GROUP_SIZE
 from mlxlm.checkpoint.gguf.k_quants import USE_IMPORTANCE
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, bitwise_equal
-from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, WritableCheckpoint
-from mlxlm.config import ModelConfig
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.convert.compare import Comparison, compare, dequantized_tensors, to_float32
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check, check_metadata
-from mlxlm.generation import greedy_tokens
-from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.utils.errors import CheckpointError, TokenizerError
-
-NUM_GREEDY_TOKENS = 16
 
 _AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't represent
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
@@ -67,9 +61,9 @@ def verify(
 ) -> list[Check]:
     """Compare an output with its source.
 
-    If every weight is equal bit for bit, logits and greedy tokens must be too. If weights were rounded, each must be
-    its source rounded to its type, and the KL divergence of the logits at most `MAX_KL` of that type. Configuration and
-    tokenizer must be equal, see `check_metadata`.
+    If every weight is equal bit for bit, the logits must be too. If weights were rounded, each must be its source
+    rounded to its type, and the KL divergence of the logits at most `MAX_KL` of that type. Configuration and tokenizer
+    must be equal, see `check_metadata`.
 
     Args:
         source: The source.
@@ -82,37 +76,13 @@ def verify(
         CheckpointError: The first tensor, field or layer that differs by more.
     """
     rounded = _check_tensors(source, written, label, progress, has_importance)
-    wide, written_wide = to_float32(source), to_float32(written)
-    exact = not rounded
-    checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
+    checks = [Check("tensors", "within rounding" if rounded else "equal", _rounding(rounded))]
     checks += check_metadata(source, written, label)
-    ids = comparison_tokens(source)
-    reason = _too_large(written)
-    whole = isinstance(source, ModuleCheckpoint)  # others run layer by layer
-    if not (reason and whole):
-        comparison = compare(wide, written_wide, [ids], progress=partial(progress, "comparing logits"))
-        checks.append(_check_logits(comparison, rounded, label))
-    if reason:
-        skipped = (*(["logits"] if whole else []), "greedy tokens")
-        return [*checks, *(Check(name, "skipped", reason) for name in skipped)]
-    room, window = _room(written.config)
-    start = max(1, min(16, room // 2, len(ids) // 2, (window or room) // 2))
-    count = min(NUM_GREEDY_TOKENS, room - start)
-
-    def greedy(checkpoint: WritableCheckpoint, done: int) -> list[int]:
-        model, _ = load_checkpoint(checkpoint)
-        tokens = []
-        for token in greedy_tokens(DecodeStep(model), ids[:start], count):
-            tokens.append(token)
-            progress("comparing greedy tokens", done + len(tokens), 2 * count)
-        return tokens
-
-    before, after = greedy(wide, 0), greedy(written_wide, count)
-    same = next((i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b), count)
-    if exact and same < count:
-        raise CheckpointError(f"{label}: greedy token {same + 1} is {after[same]} and was {before[same]}")
-    detail = f"all {count}" if same == count else f"{same} of {count} before rounding decides for another one"
-    return [*checks, Check("greedy tokens", "equal" if same == count else "within rounding", detail)]
+    if isinstance(source, ModuleCheckpoint) and (reason := _too_large(written)):  # others run layer by layer
+        return [*checks, Check("logits", "skipped", reason)]
+    ids, wide = comparison_tokens(source), (to_float32(source), to_float32(written))
+    comparison = compare(*wide, [ids], progress=partial(progress, "comparing logits"))
+    return [*checks, _check_logits(comparison, rounded, label)]
 
 
 def comparison_tokens(checkpoint: WritableCheckpoint) -> list[int]:
@@ -205,22 +175,9 @@ def parameter_count(checkpoint: WritableCheckpoint) -> int:
 
 
 def _too_large(checkpoint: WritableCheckpoint) -> str | None:
-    """Why the model isn't run as a whole; None if it fits in memory in float32."""
-    copies = 2 if isinstance(checkpoint, ModuleCheckpoint) else 1  # which are compared as wholes
-    needed = 4 * copies * parameter_count(checkpoint)
+    """Why two models can't run as wholes; None if both fit in memory in float32."""
+    needed = 8 * parameter_count(checkpoint)
     room = min(psutil.virtual_memory().available, platform.total_memory())
     if needed < 0.7 * room:
         return None
-    subject = "the model needs" if copies == 1 else "the two models need"
-    return f"{subject} {needed / 1e9:.1f} GB in float32, {room / 1e9:.1f} GB are free"
-
-
-def _room(config: ModelConfig | MlxLmConfig) -> tuple[int, int | None]:
-    """The longest text that can be generated step by step, and the sliding window.
-
-    It is the context, or ends where positions change (longrope).
-    """
-    context = config.max_position_embeddings
-    if isinstance(config, MlxLmConfig):
-        return context, None
-    return min(context, config.longrope_original_length or context), config.sliding_window
+    return f"the two models need {needed / 1e9:.1f} GB in float32, {room / 1e9:.1f} GB are free"

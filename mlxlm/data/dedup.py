@@ -15,17 +15,14 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
-from tempfile import SpooledTemporaryFile
-from typing import IO
 
 import numpy as np
 
 from mlxlm.data.manifest import DedupStats
 from mlxlm.data.packing import splitmix64
 from mlxlm.data.text import Document
-from mlxlm.utils.errors import DataError, os_errors_as
 
 NUM_HASHES = 128
 _SHINGLE_WORDS = 5  # GPT-3's and The Pile's filters take 5 to 13; shorter shingles survive more edits
@@ -166,16 +163,13 @@ class MinHashLSH:
         return np.unique(np.concatenate(candidates)) if candidates else np.empty(0, np.int64)
 
 
-_MAX_BUFFERED = 1 << 24  # bytes of the current document in memory; longer ones are buffered on disk
-
-
 class DuplicateFilter:
     """Filters out duplicates: `for document in duplicate_filter(documents)`; can be called for several sources in turn.
 
     Of similar documents the first stays. They are compared by the sets of their five-word shingles, ignoring case and
     punctuation; the Jaccard similarity is estimated with a standard deviation of 0.04, see `mlxlm.data.dedup`.
     Exact duplicates are always found; with a threshold of 1, nothing else is. Memory: about 1 kB for each document that
-    stays, whatever its length, and up to 16 MB of the current document.
+    stays, whatever its length, and the current document.
 
     Args:
         threshold: Jaccard similarity from which on a document is a duplicate, above 0 and at most 1.
@@ -195,28 +189,19 @@ class DuplicateFilter:
             if document.messages is not None:
                 fields = [document.messages, document.tools]
                 digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
-            with SpooledTemporaryFile(_MAX_BUFFERED) as buffer:
-                for text in itertools.chain(document.pieces, document.contents):
-                    content = text.encode("utf-8")
-                    digest.update(content)
-                    minhash.add(text)
-                    size += len(content)
-                    if document.messages is not None:
-                        minhash.add(" ")
-                        continue
-                    with os_errors_as(DataError, "write", "a temporary file"):
-                        buffer.write(len(content).to_bytes(4, "little") + content)
-                duplicate = self._index.add(minhash.signature(digest.digest()), digest.digest())
-                self.stats.documents += 1
-                if duplicate is None:
-                    yield replace(document, pieces=_buffered_pieces(buffer))
-                    continue
+            pieces = list(document.pieces)
+            for text in itertools.chain(pieces, document.contents):
+                content = text.encode("utf-8")
+                digest.update(content)
+                minhash.add(text)
+                size += len(content)
+                if document.messages is not None:
+                    minhash.add(" ")
+            duplicate = self._index.add(minhash.signature(digest.digest()), digest.digest())
+            self.stats.documents += 1
+            if duplicate is None:
+                yield replace(document, pieces=iter(pieces))
+                continue
             self.stats.exact += duplicate == "exact"
             self.stats.near += duplicate == "near"
             self.stats.bytes += size
-
-
-def _buffered_pieces(buffer: IO[bytes]) -> Iterator[str]:
-    buffer.seek(0)
-    while length := buffer.read(4):
-        yield buffer.read(int.from_bytes(length, "little")).decode("utf-8")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxlm.data.text import OnBad, raise_error
 from mlxlm.utils.errors import DataError
 
 _MAX_BYTES_PER_TOKEN = 4.5  # of English text, however large the vocabulary
@@ -39,16 +38,13 @@ class Corpus:
     counted: bool
 
 
-def count_corpus(
-    sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None, on_bad: OnBad = raise_error
-) -> Corpus:
+def count_corpus(sources: Sequence[str | Path], vocab_size: int, text_column: str | None = None) -> Corpus:
     """Count the tokens of a prepared folder, or estimate those of texts.
 
     Args:
         sources: One prepared folder, or text sources as `mlxlm pretrain` takes them. Source weights are ignored.
         vocab_size: Of the tokenizer, for the estimate.
         text_column: Column of tables and JSON lines.
-        on_bad: What to do with a bad line.
 
     Raises:
         DataError: A source can't be read, or has no size (a pipe).
@@ -62,11 +58,11 @@ def count_corpus(
         if not train.tokens:
             raise DataError(f"{prepared} has no tokens to train on", "mlxlm prepare on a longer text")
         return Corpus(train.tokens, train.bytes, True)
-    size = round(sum(_text_bytes(path, text_column, on_bad) for path in paths))
+    size = round(sum(_text_bytes(path, text_column) for path in paths))
     return Corpus(size / bytes_per_token(vocab_size), size, False)
 
 
-def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> float:
+def _text_bytes(path: str | Path, text_column: str | None) -> float:
     """Return the UTF-8 bytes of a source's text: its file size times the share of text in the first part."""
     from mlxlm.data import read_texts, total_bytes
 
@@ -81,7 +77,7 @@ def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> flo
         nonlocal read
         read += count
 
-    for piece in read_texts([path], advance=advance, text_column=text_column, on_bad=on_bad):
+    for piece in read_texts([path], advance=advance, text_column=text_column):
         text += len(piece.encode())
         if text >= _SAMPLE_BYTES and read:
             break

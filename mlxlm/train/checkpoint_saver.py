@@ -15,7 +15,6 @@ from mlxlm.train.run import Run, TrainState
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import Throttle
 from mlxlm.utils.errors import CheckpointError
-from mlxlm.utils.files import has_hard_links
 from mlxlm.utils.formatting import human_bytes
 
 _MARGIN = 16 << 20  # bytes left free after a checkpoint, for the log, the plots and other programs
@@ -48,8 +47,6 @@ class CheckpointSaver:
         self._run, self._step, self._log = run, step, log
         self.saved_step, self._last_attempt = state.step, state.elapsed
         self._needed = checkpoint_bytes(step) + _MARGIN
-        if not has_hard_links(run.path):  # the run's model.safetensors is then a copy
-            self._needed += sum(array.nbytes for array in step.weights().values())
         self._retry_at: float | None = None
 
     def is_due(self, step: int, steps: int, elapsed: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import filecmp
 import glob
@@ -12,18 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import psutil
 
 from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
 
+_HINT = "another name for the output"
+
 
 @contextmanager
-def atomic_new_folder(
-    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
-) -> Iterator[Path]:
+def atomic_new_folder(path: Path | str, error_type: type[MlxlmError] = CheckpointError) -> Iterator[Path]:
     """Write a new folder atomically.
 
     Yields a hidden folder next to `path` to write to. On success it is flushed to disk and renamed to `path`; on an
@@ -32,37 +30,33 @@ def atomic_new_folder(
     Args:
         path: The folder. It may exist if it is empty.
         error_type: The error to raise.
-        hint: The hint if `path` exists.
 
     Raises:
         error_type: `path` exists, or writing fails.
     """
-    check_not_exists(path, error_type, hint)
+    check_not_exists(path, error_type, _HINT)
     with _partial(Path(path), error_type, make_parent=True) as partial:
         partial.mkdir()
         yield partial
         for file in partial.rglob("*"):
             _flush(file)
-        check_not_exists(path, error_type, hint)  # again, since writing can take minutes
+        check_not_exists(path, error_type, _HINT)  # again, since writing can take minutes
         _flush_and_rename(partial, Path(path))
 
 
 @contextmanager
-def atomic_new_files(
-    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
-) -> Iterator[Path]:
+def atomic_new_files(path: Path) -> Iterator[Path]:
     """Write several new files atomically.
 
     Yields a hidden folder next to `path` to write files to. On success they are moved to the folder of `path`, `path`
     itself last; on an error none of them remains. A file with the same content may exist, except `path`.
 
     Raises:
-        error_type: `path` or another version of a file exists, or writing fails.
+        CheckpointError: `path` or another version of a file exists, or writing fails.
     """
-    path = Path(path)
     moved: list[Path] = []
-    with _partial(path, error_type, make_parent=True) as partial:
-        _check_no_file(path, error_type, hint)
+    with _partial(path, CheckpointError, make_parent=True) as partial:
+        _check_no_file(path, CheckpointError, _HINT)
         partial.mkdir()
         with _rename_in_errors(partial / path.name, path), _rename_in_errors(partial, path.parent):
             yield partial
@@ -71,7 +65,7 @@ def atomic_new_files(
                 target = path.with_name(file.name)
                 if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
                     continue
-                _publish(file, target, error_type, hint)
+                _publish(file, target, CheckpointError, _HINT)
                 moved.append(target)
         except BaseException:
             for target in moved:
@@ -83,7 +77,7 @@ def atomic_new_files(
 def atomic_new_file(
     path: Path | str,
     error_type: type[MlxlmError] = CheckpointError,
-    hint: str = "another name for the output",
+    hint: str = _HINT,
     *,
     mode: int = 0o666,
 ) -> Iterator[BinaryIO]:
@@ -256,18 +250,6 @@ def same_file(first: Path, second: Path) -> bool:
         return False
     one, other = first.stat(), second.stat()
     return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
-
-
-def has_hard_links(folder: Path) -> bool:
-    """Whether the disk of `folder` supports hard links; FAT and some network drives don't."""
-    with suppress(OSError), TemporaryDirectory(prefix=".links.", dir=folder) as probe:
-        first = Path(probe, "first")
-        first.touch()
-        try:
-            Path(probe, "second").hardlink_to(first)
-        except OSError as error:
-            return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return True  # or the disk is full
 
 
 def _publish(partial: Path, path: Path, error_type: type[MlxlmError], hint: str) -> None:

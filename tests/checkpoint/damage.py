@@ -67,16 +67,6 @@ def packed(at: int, form: str, *values: int):
     return in_target(write)
 
 
-def gguf_number(key: str, form: str, value: int):
-    """The number after a key of the metadata (and its type, 4 bytes) set to `value`."""
-
-    def write(data: bytes) -> bytes:
-        at = data.index(key.encode()) + len(key) + 4
-        return data[:at] + struct.pack("<" + form, value) + data[at + struct.calcsize("<" + form) :]
-
-    return in_target(write)
-
-
 def gguf_tensor(name: str, form: str, value: int, skip: int):
     """A number of the tensor table set to `value`, `skip` bytes after a tensor's name."""
 

@@ -121,22 +121,6 @@ def test_full_disk(entry, monkeypatch):
         download.download(entry)
 
 
-def test_the_same_file_of_another_program_is_used(entry, tmp_path):
-    home = tmp_path / "HOME"
-    source = entry.sources[0]
-    lm_studio = home / ".lmstudio/models" / source.repository / source.file
-    ollama = home / ".ollama/models/blobs" / f"sha256-{entry.sha256}"
-    for file in (lm_studio, ollama):
-        file.parent.mkdir(parents=True)
-    lm_studio.write_bytes(CONTENT[:-1] + b"!")
-    ollama.write_bytes(CONTENT[:-1])  # still arriving
-    assert local_models.find_entry(entry) is None
-    lm_studio.write_bytes(CONTENT)
-    assert local_models.find_entry(entry).location == "LM Studio"
-    ollama.write_bytes(CONTENT)
-    assert local_models.find_entry(entry).path == ollama
-
-
 def test_folders_of_other_programs(entry, tmp_path):
     home = tmp_path / "HOME"
     manifests = home / ".ollama/models/manifests/registry.ollama.ai/library/model"

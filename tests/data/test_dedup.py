@@ -123,15 +123,6 @@ def test_index_keeps_its_texts_when_it_grows():
         assert index.add(signature(texts[i]), b"another!") == "near"
 
 
-def test_long_documents_are_buffered_on_disk(monkeypatch):
-    from mlxlm.data import dedup
-
-    monkeypatch.setattr(dedup, "_MAX_BUFFERED", 1000)
-    pieces = [f"piece {i} Grüße 東京\n" * 7 for i in range(60)]
-    documents = DuplicateFilter(0.8)([Document("a", iter(pieces))])
-    assert [(document.location, list(document.pieces)) for document in documents] == [("a", pieces)]
-
-
 def test_prepare_removes_and_counts_duplicates(byte_level, text, tmp_path):
     texts = [f"{i} {text(80, i)}" for i in range(60)]
     rows = [*texts, texts[3], texts[5] + " and", *texts[:10]]

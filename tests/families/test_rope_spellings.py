@@ -34,8 +34,7 @@ NATIVE["gpt_neox"] = {**NEOX, "intermediate_size": 128}  # which mlx_lm requires
 NATIVE["lfm2"] = {**SIZES, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 NATIVE["falcon"] = {k: v for k, v in NEOX.items() if k != "intermediate_size"}
 NO_ROPE = ("mamba", "mamba2", "falcon_mamba", "gpt_bigcode")
-OTHER_RULES = ("mimo_v2_flash", "olmo_hybrid")  # one base for each kind of layer; no RoPE without a base
-NOT_RUN = (*NO_ROPE, *OTHER_RULES)
+NOT_RUN = (*NO_ROPE, "olmo_hybrid")  # which has no RoPE without a base
 FAMILIES = {**{name: values for name, values in through_mlx_lm.CASES.items() if name not in NOT_RUN}, **NATIVE}
 PARTIAL = {"gpt_neox": 0.5, "phi3": 0.5}
 ROPE_FIELDS = {

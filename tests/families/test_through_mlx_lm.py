@@ -30,10 +30,6 @@ BASE = {
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
 HALF = {**BASE, "hidden_size": 64, "rope_parameters": {**BASE["rope_parameters"], "partial_rotary_factor": 0.5}}
 WINDOWS = {**BASE, "num_hidden_layers": 4, "sliding_window": 12, "head_dim": 8}
-TWO_BASES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-    "full_attention": {"rope_type": "default", "rope_theta": 200.0},
-}
 YARN = {"rope_type": "yarn", "rope_theta": 123.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 123.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -71,10 +67,6 @@ CASES = {
         "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": None, "tie_word_embeddings": True,
     },
     "glm_moe_dsa": {**BASE, **LATENT, **ROUTED, "index_topk": 64, "index_head_dim": 8, "index_n_heads": 2},
-    "mimo_v2_flash": {
-        **{name: value for name, value in WINDOWS.items() if name != "rope_parameters"}, **ROUTED, "head_dim": 24,
-        "v_head_dim": 8, "num_key_value_heads": 1,
-    },
     "nanochat": BASE,
     "olmo_hybrid": {
         **BASE, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,

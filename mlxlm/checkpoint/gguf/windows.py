@@ -53,15 +53,26 @@ def _gemma_problems(config: ModelConfig) -> Iterator[str]:
         yield "tie_word_embeddings is False"
 
 
-def _gemma2_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
-    """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
-    return hidden // heads if layers == 46 else head_dim
+def _read_attention_scalar(keys: MetadataReader) -> dict[str, int]:
+    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
+    return {"query_pre_attn_scalar": _attention_scalar(*map(keys.count, sizes))}
+
+
+def _attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
+    """llama.cpp recognizes the 27B models, which have another attention scale, by their number of layers."""
+    return hidden // heads if layers in (46, 62) else head_dim
+
+
+def _attention_scalar_problems(config: ModelConfig, name: str) -> Iterator[str]:
+    layers = config.num_hidden_layers
+    scalar = _attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
+    if config.query_pre_attn_scalar != scalar:
+        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its {name} has {scalar}"
 
 
 def _read_gemma2(keys: MetadataReader) -> dict[str, Any]:
-    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
     return {
-        "query_pre_attn_scalar": _gemma2_attention_scalar(*map(keys.count, sizes)),
+        **_read_attention_scalar(keys),
         "sliding_window": keys.count("attention.sliding_window", 4096),
         **{name: keys.number(name, default) for name, default in _SOFT_CAPS.items()},
         **_read_gemma(keys),
@@ -70,10 +81,7 @@ def _read_gemma2(keys: MetadataReader) -> dict[str, Any]:
 
 def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
     yield from _gemma_problems(config)
-    layers = config.num_hidden_layers
-    scalar = _gemma2_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
-    if config.query_pre_attn_scalar != scalar:
-        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma2 has {scalar}"
+    yield from _attention_scalar_problems(config, "gemma2")
     if not all(getattr(config, name) for name in _SOFT_CAPS):
         yield "attn_logit_softcapping and final_logit_softcapping must be set"
     yield from _alternating_problems(config)
@@ -114,18 +122,11 @@ def _pattern_problems(config: ModelConfig, pattern: int) -> Iterator[str]:
         yield from full_attention_problems(is_full, pattern)
 
 
-def _gemma3_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
-    """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
-    return hidden // heads if layers == 62 else head_dim
-
-
 def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
-    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
-    layers, hidden, heads, head_dim = map(keys.count, sizes)
     return {
         **_read_pattern(keys, 6),
-        **_read_ropes(keys, head_dim, 10_000.0),
-        "query_pre_attn_scalar": _gemma3_attention_scalar(layers, hidden, heads, head_dim),
+        **_read_ropes(keys, keys.count("attention.key_length"), 10_000.0),
+        **_read_attention_scalar(keys),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "hidden_activation": "gelu_pytorch_tanh",
     }
@@ -134,10 +135,7 @@ def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
 def _gemma3_problems(config: ModelConfig) -> Iterator[str]:
     yield from _gemma_problems(config)
     yield from _pattern_problems(config, 6)
-    layers = config.num_hidden_layers
-    scalar = _gemma3_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
-    if config.query_pre_attn_scalar != scalar:
-        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma3 has {scalar}"
+    yield from _attention_scalar_problems(config, "gemma3")
     if config.attn_logit_softcapping or config.final_logit_softcapping:
         yield "attn_logit_softcapping and final_logit_softcapping must be null"
     if config.sliding_window and not config.rope_local_base_freq:

@@ -159,11 +159,6 @@ def _identity_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": context}}
 
 
-def _longcat_flash(values: Mapping[str, Any]) -> dict[str, Any]:
-    scales = {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}
-    return {"attention_method": "MLA", "zero_expert_type": "identity", **scales, **values}
-
-
 def _glm_moe_dsa(values: Mapping[str, Any]) -> dict[str, Any]:
     if "shared" in (values.get("indexer_types") or ()):
         raise CheckpointError("indexer_types has shared indexers, which mlx_lm's glm_moe_dsa doesn't implement")
@@ -172,32 +167,6 @@ def _glm_moe_dsa(values: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"mlp_layer_types and first_k_dense_replace ({dense}) have experts in different layers")
     router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     return {**router, "first_k_dense_replace": dense, **values}
-
-
-def _mimo_v2_flash(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what transformers saves; the original files have mlx_lm's fields."""
-    if "hybrid_layer_pattern" in values:
-        return {}
-    rope, types = values["rope_parameters"], values["layer_types"]
-    full, sliding = rope[FULL], rope[SLIDING]
-    return {
-        "hybrid_layer_pattern": [int(layer_type == SLIDING) for layer_type in types],
-        "moe_layer_freq": [int(layer_type == SPARSE) for layer_type in values["mlp_layer_types"]],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "sliding_window_size": values["sliding_window"],
-        "layernorm_epsilon": values["rms_norm_eps"],
-        "rope_theta": full["rope_theta"],
-        "swa_rope_theta": sliding["rope_theta"],
-        "partial_rotary_factor": full["partial_rotary_factor"],
-        "swa_num_attention_heads": values["num_attention_heads"],
-        "swa_num_key_value_heads": 2 * values["num_key_value_heads"],
-        "swa_head_dim": values["head_dim"],
-        "swa_v_head_dim": values["v_head_dim"],
-        "n_shared_experts": None,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    }
 
 
 def _nanochat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,10 +198,8 @@ _DERIVED: dict[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3_text": _gemma3,
     "glm_moe_dsa": _glm_moe_dsa,
     "gpt_bigcode": lambda values: {"n_inner": values.get("n_inner") or 4 * values["n_embd"]},
-    "longcat_flash": _longcat_flash,
     "mamba2": lambda values: {"intermediate_size": values["expand"] * values["hidden_size"]},
     "minicpm3": _minicpm3,
-    "mimo_v2_flash": _mimo_v2_flash,
     "minimax": _minimax,
     "nanochat": _nanochat,
     "solar_open": lambda values: {

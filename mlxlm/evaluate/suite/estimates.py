@@ -29,15 +29,14 @@ def wilson(successes: int, trials: int) -> Estimate:
     return Estimate(share, min(share, max(0.0, center - half)), max(share, min(1.0, center + half)))  # despite rounding
 
 
-def bootstrap(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0) -> Estimate:
+def bootstrap(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
     """A statistic of sums over independent units, with the percentile interval of the bootstrap (Efron 1979).
 
     Args:
         sums: float64 `[units, ...]`, such as the losses of windows of text.
         statistic: Computes it from the sums over all units, `[..., ]` with any number of axes in front.
-        seed: Of the 1000 resamples.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     weights = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
     resampled = np.tensordot(weights.astype(np.float64), sums, axes=1)
     with np.errstate(invalid="ignore"):  # 0 / 0 in resamples without a prediction: they don't count
