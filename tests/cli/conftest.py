@@ -14,9 +14,11 @@ from tests.small_models import arrays_of, random_decoder, write_folder
 
 
 @pytest.fixture(autouse=True)
-def short_speed_measurement(monkeypatch):
-    """`mlxlm quantize` generates a few tokens instead of some seconds of them."""
+def quick(monkeypatch):
+    """`mlxlm quantize` generates a few tokens instead of some seconds of them, and nothing is drawn."""
     monkeypatch.setattr("mlxlm.quantize.report.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.pipeline.plot_quantization", lambda report, path: None)
+    monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
 
 
 @pytest.fixture(scope="session")
