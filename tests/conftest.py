@@ -101,6 +101,14 @@ def own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_plots():
+    """Runs don't draw loss.png, which takes longer than their training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
+        yield
+
+
 @pytest.fixture
 def simulated_gpu():
     """The simulated GPU, whose faults end with the test. Skips the test without one."""

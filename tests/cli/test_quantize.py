@@ -23,6 +23,7 @@ def test_the_report(model, tmp_path, text_file):
         assert name in out
     assert "largest errors of weights" in out and f"evaluated on: {text_file}" in out
     assert "groups of 32, because the requested size doesn't divide the width: model.embed_tokens" in out
+    assert (tmp_path / "out" / "quantization.png").is_file()
 
 
 def test_json(model, tmp_path, text_file):
