@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,11 @@ from tests.paths import SHARED
 from tests.simulated_gpu import DEVICES, install
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # M5 and NVIDIA shorten float32 factors, by default: errors of 1e-3
+# MKL's threads sleep between products instead of spinning for 200 ms: half of the CPU time of small products.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Hundreds of processes import mlxlm: compiling it takes each of them longer than the imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Now, since the conftest.py files of subfolders import MLX before pytest calls any hook of this file.
 install.simulate_by_arguments()
 
@@ -44,6 +50,10 @@ def pytest_configure(config):
         precompile_header(config)
     if config.getoption("device") != "cpu" and install.current is None:
         raise pytest.UsageError("--device must be given on the command line")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # 700,000 objects of imports and tests, which a full collection would go through in 0.4 s
 
 
 def precompile_header(config):
@@ -84,9 +94,18 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
         patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+        patch.setenv("MPLCONFIGDIR", str(base / "matplotlib"))  # its list of fonts takes a second
         with open(base / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             load_extension()
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_plots():
+    """Runs don't draw loss.png, which takes longer than their training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
         yield
 
 

@@ -32,6 +32,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.cli.main import COMMANDS, app
 from mlxlm.config.option import options_of as options_of_settings
 from mlxlm.data import DataOptions
+from mlxlm.evaluate.suite.suite import SuiteSize
 from mlxlm.generation import GenerationOptions
 from mlxlm.quantize import QuantizationSettings
 from mlxlm.server.options import ServerOptions
@@ -104,6 +105,11 @@ def folder(template, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", ":".join(path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    # In this process, without what takes long and has tests of its own.
+    monkeypatch.setattr("mlxlm.evaluate.suite.suite.FAST", SuiteSize(4, 3, 8))
+    monkeypatch.setattr("mlxlm.quantize.report.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.pipeline.plot_quantization", lambda report, path: path.touch())
+    monkeypatch.setattr("mlxlm.quantize.recover.STEPS", 2)
     return tmp_path / "docs"
 
 

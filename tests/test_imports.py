@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -66,7 +67,10 @@ def imports_of(name: str) -> set[str]:
     return imported - {name}
 
 
-IMPORTS = {name: imports_of(name) for name in MODULES}
+@cache
+def imports() -> dict[str, set[str]]:
+    """What each module imports; not while tests are collected, which every worker of pytest-xdist does."""
+    return {name: imports_of(name) for name in MODULES}
 
 
 def package(name: str) -> str:
@@ -88,7 +92,7 @@ def test_no_loose_modules():
 def test_packages_import_from_their_tier_and_below():
     upward = {
         f"{name} imports {target}"
-        for name, targets in IMPORTS.items()
+        for name, targets in imports().items()
         for target in targets
         if package(name) and package(target) and TIER[package(target)] > TIER[package(name)]
     }
@@ -97,7 +101,7 @@ def test_packages_import_from_their_tier_and_below():
 
 def test_packages_make_no_cycle():
     graph = {name: set() for name in TIER}
-    for name, targets in IMPORTS.items():
+    for name, targets in imports().items():
         if package(name):
             graph[package(name)] |= {package(target) for target in targets} - {package(name), ""}
     assert_no_cycle(graph)
@@ -105,11 +109,11 @@ def test_packages_make_no_cycle():
 
 def test_modules_make_no_cycle():
     # The root has no code that runs on import, but the BLAS and the version, which anything may import.
-    assert_no_cycle({name: targets - {"mlxlm"} for name, targets in IMPORTS.items() if name != "mlxlm"})
+    assert_no_cycle({name: targets - {"mlxlm"} for name, targets in imports().items() if name != "mlxlm"})
 
 
 def test_errors_import_nothing_of_mlxlm():
-    assert not IMPORTS["mlxlm.utils.errors"]
+    assert not imports()["mlxlm.utils.errors"]
 
 
 def test_modules_of_a_package_make_no_circle_even_for_type_checkers():

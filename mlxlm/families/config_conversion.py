@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,8 @@ def load_preset(name: str, **changes: Any) -> ModelConfig:
     return config_from_hf({**values, **changes}, source=f"preset {name}")
 
 
-def preset_names() -> list[str]:
+@cache
+def preset_names() -> tuple[str, ...]:
     """The names of all presets, by increasing number of parameters."""
     configs = {path.stem: load_config(path) for path in resource("models", "presets").glob("*.json")}
-    return sorted(configs, key=lambda name: configs[name].parameter_count())
+    return tuple(sorted(configs, key=lambda name: configs[name].parameter_count()))

@@ -14,9 +14,10 @@ from tests.small_models import arrays_of, random_decoder, write_folder
 
 
 @pytest.fixture(autouse=True)
-def short_speed_measurement(monkeypatch):
-    """`mlxlm quantize` generates a few tokens instead of some seconds of them."""
+def quick(monkeypatch):
+    """`mlxlm quantize` generates a few tokens instead of some seconds of them, and the plot is empty."""
     monkeypatch.setattr("mlxlm.quantize.report.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.pipeline.plot_quantization", lambda report, path: path.touch())
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from tests.cli.helpers import error_line
 def hasty(tmp_path, monkeypatch):
     """Training that ends after a step, in an empty folder."""
     monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 0.06)  # too little to learn anything
+    monkeypatch.setattr("mlxlm.train.budget.measure_matmul", lambda **options: 50.0)
     for name in ("_MIN_TOKENS", "_MIN_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
-    monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
     monkeypatch.setattr("mlxlm.cli.quickstart._QUESTIONS_PER_KIND", 1)
     monkeypatch.setattr("mlxlm.cli.quickstart.SMALL_WORLD_BYTES", 200_000)
     monkeypatch.setattr("mlxlm.evaluate.small_world._MAX_TOKENS", 8)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import httpx
 import pytest
 
-anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
-
 OPTIONS = {
     "model": "tiny",
     "max_tokens": 8,
@@ -15,8 +13,14 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """The client; importing it takes seconds, so that only the worker that tests it does."""
+    return pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+
+
 @pytest.fixture
-def api(live):
+def api(live, anthropic):
     with anthropic.Anthropic(base_url=live, api_key="none", max_retries=0) as client:
         yield client
 
@@ -63,7 +67,7 @@ def test_tools(api):
     assert api.messages.create(**options).usage.output_tokens == 5
 
 
-def test_fields_of_coding_agents(api):
+def test_fields_of_coding_agents(api, anthropic):
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
     extra = {
         "context_management": {"edits": edits},
@@ -76,7 +80,7 @@ def test_fields_of_coding_agents(api):
         api.messages.create(**{**OPTIONS, "extra_body": extra})
 
 
-def test_errors(api):
+def test_errors(api, anthropic):
     with pytest.raises(anthropic.NotFoundError) as error:
         api.messages.create(**{**OPTIONS, "model": "big"})
     assert error.value.body["error"]["type"] == "not_found_error"
@@ -93,7 +97,7 @@ def test_requests_and_models_have_anthropics_form(api):
     assert api.models.retrieve("tiny") == model
 
 
-def test_what_anthropics_servers_would_do_is_left_out(api, caplog):
+def test_what_anthropics_servers_would_do_is_left_out(api, caplog, anthropic):
     caplog.set_level("INFO", "mlxlm.server")
     schema = {"type": "object", "properties": {}}
     cached = {"cache_control": {"type": "ephemeral"}}
@@ -141,7 +145,7 @@ def test_documents_in_plain_text(api, block, text):
     assert count([{**result, "content": [block]}]) == count([{**result, "content": text}])
 
 
-def test_other_documents_are_refused(api):
+def test_other_documents_are_refused(api, anthropic):
     source = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     for content in ([{"type": "document", "source": source}], [{"type": "text"}], [{"type": "tool_use", "id": "a"}]):
         with pytest.raises(anthropic.BadRequestError, match="only reads text|has no"):

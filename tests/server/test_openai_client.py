@@ -7,8 +7,6 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
-
 QUESTION = [{"role": "user", "content": "Hello!"}]
 
 
@@ -18,8 +16,14 @@ class Weather(BaseModel):
     city: Literal["Ulm", "Rome"]
 
 
+@pytest.fixture(scope="module")
+def openai():
+    """The client; importing it takes seconds, so that only the worker that tests it does."""
+    return pytest.importorskip("openai", reason="the openai client is not installed")
+
+
 @pytest.fixture
-def api(live):
+def api(live, openai):
     with openai.OpenAI(base_url=live + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -56,7 +60,7 @@ def test_models(api):
     assert [model.id for model in api.models.list()] == ["tiny"] and api.models.retrieve("tiny").id == "tiny"
 
 
-def test_errors(api):
+def test_errors(api, openai):
     with pytest.raises(openai.NotFoundError, match="model 'big' not found"):
         api.chat.completions.create(model="big", messages=QUESTION)
     with pytest.raises(openai.BadRequestError) as error:
@@ -94,7 +98,7 @@ def test_embeddings(api):
     assert len(vector.embedding) == 32 and sum(x * x for x in vector.embedding) == pytest.approx(1)
 
 
-def test_tools(api):
+def test_tools(api, openai):
     function = openai.pydantic_function_tool(Weather, name="get_weather")
     options = {"model": "tiny", "messages": QUESTION, "tools": [function], "tool_choice": "required", "seed": 1}
     options |= {"parallel_tool_calls": False}
@@ -107,7 +111,7 @@ def test_tools(api):
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
 
 
-def test_tools_of_responses(api):
+def test_tools_of_responses(api, openai):
     tools = [openai.pydantic_function_tool(Weather, name="get_weather")["function"] | {"type": "function"}]
     options = {
         "model": "tiny",

@@ -10,12 +10,6 @@ from mlxlm.train import Run, start_run
 from tests.train.training_runs import QUICK, finish
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """Don't draw loss.png, which takes longer than the training."""
-    monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
-
-
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory, tiny_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -48,9 +42,7 @@ def stopped_run(tmp_path_factory, make_text, tiny_config, tokenizer_folder) -> P
     folder = tmp_path_factory.mktemp("stopped")
     (folder / "text.txt").write_text(make_text(4000), encoding="utf-8")
     run = start_run(folder / "run", [folder / "text.txt"], tiny_config, tokenizer=tokenizer_folder, settings=QUICK)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
-        finish(run, stop_at=15)
+    finish(run, stop_at=15)
     return run.path
 
 
