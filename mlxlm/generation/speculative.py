@@ -170,7 +170,7 @@ class SpeculativeDecoder:
     def begin(self, model: nn.Module, kv: KVOptions, ids: Sequence[int]) -> Drafting:
         """Start to draft the text after `ids`. Raises GenerationError if that is impossible."""
         self.stats = SpeculationStats()
-        return Drafting(model, self.drafter.begin(kv, ids), self._draft_length, self.stats)
+        return Drafting(model, self.drafter.begin(model, kv, ids), self._draft_length, self.stats)
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Drafting:
         length = min(length, max_trimmable_tokens(caches, length + 1) - 1)
         if length < 1:
             return None
-        is_timed = self._state.num_unread <= 2
+        is_timed = not self._state.is_behind
         draft = self._state.propose(length, sampler, vocab_size)
         if draft is not None:
             self.is_timed = is_timed
@@ -243,15 +243,20 @@ class Drafting:
             self.stats.proposed += draft.size
         return draft
 
-    def read_token(self, token: int) -> None:
-        """Note the token of a plain step."""
+    def read_token(self, token: int, hidden_states: mx.array | None) -> None:
+        """Note the token of a plain step, and the hidden states `[1, hidden]` from which it was drawn."""
         had_guess = self._state.last_draft_matched
-        self._state.read([token])
+        self._state.read([token], hidden_states)
         if had_guess and (matched := self._state.last_draft_matched) is not None:
             self._draft_length.record_acceptance(int(matched), int(not matched))
 
     def read_draft(
-        self, draft: Draft, sampled: mx.array, certain: mx.array | None, sampler: Sampler
+        self,
+        draft: Draft,
+        sampled: mx.array,
+        certain: mx.array | None,
+        sampler: Sampler,
+        hidden_states: mx.array | None = None,
     ) -> tuple[list[int], int]:
         """Accept the drafted tokens that equal the sampled ones, up to one that isn't certain.
 
@@ -260,6 +265,7 @@ class Drafting:
             sampled: What the model samples after the last token and each of the draft's, int32 `[k + 1]`.
             certain: Whether rounding can't change these, bool `[k + 1]`; None if all are certain.
             sampler: That of the text, which advances by the tokens that are accepted.
+            hidden_states: Those from which the tokens are sampled, `[k + 1, hidden]`.
 
         Returns:
             The tokens, of which the last is not a drafted one if all are certain; and how many of the last tokens in
@@ -282,7 +288,7 @@ class Drafting:
         # A token that isn't certain costs as much as a rejected one: with typical sampling, no draft pays.
         self._draft_length.record_acceptance(num_accepted, int(num_accepted < len(drafted)))
         tokens = tokens[:num_certain]
-        self._state.read(tokens)
+        self._state.read(tokens, None if hidden_states is None else hidden_states[: len(tokens)])
         return tokens, len(drafted) + 1 - len(tokens)
 
     def record_time(self, draft_length: int, timed: bool) -> None:

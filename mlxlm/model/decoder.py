@@ -270,12 +270,13 @@ class Decoder(nn.Module):
                 layer.unfuse()
         return super().train(mode)
 
-    def decode(self, tokens: mx.array, cache: Any) -> mx.array:
-        """Compute the logits `[B, V]` of one token per row, int `[B]`, after `fuse`.
+    def decode(self, tokens: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Compute the logits `[B, V]` and hidden states `[B, hidden]` of one token per row, int `[B]`, after `fuse`.
 
         See `mlxlm.generation.decode_step`, which makes the `cache`: it can be compiled.
         """
-        return self.head(self.model(tokens, cache))
+        hidden_states = self.model(tokens, cache)
+        return self.head(hidden_states), hidden_states
 
     def head(self, x: mx.array) -> mx.array:
         """Compute logits `[B, T, V]` from the hidden states `[B, T, hidden]` after the final norm."""
