@@ -1,0 +1,267 @@
+"""Training of a draft head on what a model generates; see `mlxlm.generation.draft_head`.
+
+The model continues pieces of a text, and its hidden states are kept. The head learns to predict these, and the
+distributions that the model draws from, for several tokens ahead. The model doesn't change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mlxlm.backend.mlx import eval_arrays, mx, nn, optim, tree_flatten
+from mlxlm.cache import fingerprint, make_cache
+from mlxlm.config import ModelConfig
+from mlxlm.data.sources import read_texts
+from mlxlm.generation import LoadedModel
+from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.generation.draft_head import DraftHead, MTPModule
+from mlxlm.model import Decoder
+from mlxlm.train.draft_settings import DraftSettings
+from mlxlm.utils.errors import DataError, GenerationError
+
+Progress = Callable[[str, int, int], None]  # a phase, what is done of it, and all of it
+
+ROW_TOKENS = 256  # half of them from the text, the others generated
+MAX_CHARS = 8 << 20  # that are read of all texts together
+_ROWS_AT_ONCE = 32  # that are generated
+_BATCH_SIZE = 8
+_DEPTH = 3  # tokens ahead
+_HELD_OUT = 16  # one row of so many is not trained on
+_TEMPERATURES = (0.0, 0.8)  # of the rows in turn
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What the training of a head has reached.
+
+    Attributes:
+        parameters: Parameters of the head.
+        tokens: Tokens of an epoch.
+        coverage: The share of the generated tokens that the head can draft.
+        losses: Before the training and after each epoch, on rows that it wasn't trained on.
+        accuracy: On these, how often its most likely token is the model's, 1, 2 and 3 tokens ahead.
+    """
+
+    parameters: int
+    tokens: int
+    coverage: float
+    losses: list[float]
+    accuracy: list[float]
+
+
+def train_draft_head(
+    lm: LoadedModel,
+    texts: Sequence[Path | str],
+    settings: DraftSettings | None = None,
+    progress: Progress = lambda phase, done, total: None,
+) -> tuple[DraftHead, DraftReport]:
+    """Train a draft head for a model.
+
+    Args:
+        lm: The model.
+        texts: Files that resemble what the model will write, of any kind that `mlxlm pretrain` reads.
+        settings: How much to generate, and how to train.
+        progress: Called often.
+
+    Raises:
+        DataError: The texts can't be read, or are too short.
+        GenerationError: The model is one that mlx_lm runs, or is split over several processes.
+    """
+    settings, model = settings or DraftSettings(), lm.model
+    lm.check_whole("draft head")
+    if not isinstance(model, Decoder):
+        raise GenerationError(f"mlx_lm runs {lm.path}, and gives no hidden states", "a draft model")
+    tokens, hidden_states = generate_rows(lm, texts, settings.num_tokens // ROW_TOKENS, settings.seed, progress)
+    ids, counts = np.unique(tokens, return_counts=True)
+    most_frequent = np.argsort(-counts, kind="stable")[: settings.vocab_size]
+    token_ids = np.sort(ids[most_frequent]).astype(np.int32)
+    trainer = _Trainer(model, mx.array(token_ids), tokens, hidden_states, settings)
+    trainer.train(progress)
+    head = DraftHead(trainer.module, trainer.token_ids, fingerprint(model))
+    parameters = sum(x.size for _, x in tree_flatten(trainer.module.parameters()))
+    coverage = counts[most_frequent].sum() / counts.sum()
+    return head, DraftReport(parameters, tokens.size, float(coverage), trainer.losses, trainer.accuracy)
+
+
+def generate_rows(
+    lm: LoadedModel, texts: Sequence[Path | str], count: int, seed: int, progress: Progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """Let a model continue pieces of texts.
+
+    Returns:
+        Tokens int32 `[count, ROW_TOKENS]`, and the hidden states after each, float16 `[count, ROW_TOKENS, hidden]`.
+    """
+    prompt_length = ROW_TOKENS // 2
+    ids = _encode(lm, texts)
+    if len(ids) < ROW_TOKENS:
+        raise DataError(f"the texts have {len(ids)} tokens", f"at least {ROW_TOKENS}, better 100,000")
+    starts = np.random.default_rng(seed).integers(0, len(ids) - prompt_length, count)
+    prompts = np.stack([ids[start : start + prompt_length] for start in starts])
+    step, key = DecodeStep(lm.model), mx.random.key(seed)
+    ends = mx.array(sorted(lm.eos_token_ids), mx.int32)
+    tokens, hidden_states = [], []
+    for first in range(0, count, _ROWS_AT_ONCE):
+        progress("generating", first * ROW_TOKENS, count * ROW_TOKENS)
+        rows = [mx.array(prompts[first : first + _ROWS_AT_ONCE])]
+        caches = make_cache(lm.model)
+        states = [lm.model.model(rows[0], caches)]
+        logits = lm.model.head(states[0][:, -1])
+        temperatures = mx.array([_TEMPERATURES[i % len(_TEMPERATURES)] for i in range(len(rows[0]))])[:, None]
+        for _ in range(ROW_TOKENS - prompt_length):
+            key, own = mx.random.split(key)
+            if ends.size:
+                logits[:, ends] = -mx.inf  # texts don't end
+            rows.append(mx.argmax(logits + temperatures * mx.random.gumbel(logits.shape, key=own), axis=1)[:, None])
+            logits = step(rows[-1], caches)
+            states.append(step.hidden_states[:, None])
+            eval_arrays(logits)
+            progress(
+                "generating", first * ROW_TOKENS + len(rows[0]) * (prompt_length + len(rows) - 1), count * ROW_TOKENS
+            )
+        tokens.append(np.array(mx.concatenate(rows, axis=1).astype(mx.int32)))
+        hidden_states.append(np.array(mx.concatenate(states, axis=1).astype(mx.float16)))
+    return np.concatenate(tokens), np.concatenate(hidden_states)
+
+
+def _encode(lm: LoadedModel, texts: Sequence[Path | str]) -> np.ndarray:
+    """The tokens of the beginnings of some texts, as many characters of each."""
+    ids: list[int] = []
+    for path in texts:
+        text = ""
+        for piece in read_texts([path]):
+            text += piece
+            if len(text) >= MAX_CHARS // len(texts):
+                break
+        ids += lm.tokenizer.encode(text[: MAX_CHARS // len(texts)], add_special_tokens=False)
+    return np.array(ids, np.int32)
+
+
+class _Trainer:
+    """Trains a module on rows of tokens and hidden states.
+
+    Attributes:
+        module: The module.
+        token_ids: The tokens that it drafts.
+        losses: On rows that are held out, before the training and after each epoch.
+        accuracy: On these, how often its most likely token is the model's, 1, 2, ... tokens ahead.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        token_ids: mx.array,
+        tokens: np.ndarray,
+        hidden_states: np.ndarray,
+        settings: DraftSettings,
+    ):
+        self.token_ids, self._tokens, self._hidden_states = token_ids, tokens, hidden_states
+        self._settings, self.losses, self.accuracy = settings, list[float](), list[float]()
+        self._embed, self._softcap = model.model.embed_tokens, model.final_logit_softcap
+        head = self._embed if model.config.tie_word_embeddings else model.lm_head
+        rows = {name: head[name][token_ids] for name in ("weight", "scales", "biases") if head.get(name) is not None}
+        weight = rows["weight"]
+        if "scales" in rows:
+            weight = mx.dequantize(*rows.values(), group_size=head.group_size, bits=head.bits, mode=head.mode)
+        self._weight, self._bias = weight.astype(mx.float32), None
+        if (bias := model.head_bias) is not None:
+            self._bias = bias[token_ids].astype(mx.float32)
+        held_out = np.arange(len(tokens)) % _HELD_OUT == 0
+        self._held_out, self._trained = np.flatnonzero(held_out), np.flatnonzero(~held_out)
+        self.module = MTPModule(layer_config(model.config))
+        self._init_weights()
+        mx.eval(self.module.parameters(), self._weight, self._bias)
+
+    def _init_weights(self) -> None:
+        """Initialize the weights so that the first predictions are about the hidden states that are read."""
+        module, size = self.module, self._weight.shape[1]
+        keys = iter(mx.random.split(mx.random.key(self._settings.seed), 16))
+        weights = []
+        for name, x in tree_flatten(module.parameters()):
+            if x.ndim == 2:
+                scale = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                weights.append((name, scale * mx.random.normal(x.shape, key=next(keys))))
+        module.load_weights(weights, strict=False)
+        module.fc.weight[:, :size] += mx.eye(size)
+        sample = self._hidden_states[:_BATCH_SIZE].astype(np.float32)
+        module.norm.weight = mx.full(size, float(np.sqrt(np.square(sample).mean())))
+
+    def train(self, progress: Progress) -> None:
+        """Train the module; appends to `losses`."""
+        module, settings = self.module, self._settings
+        rate, num_steps = settings.learning_rate, settings.epochs * len(_batches(self._trained))
+        warmup = num_steps // 20 + 1
+        schedules = [optim.linear_schedule(0, rate, warmup), optim.cosine_decay(rate, num_steps, 0.05 * rate)]
+        optimizer = optim.AdamW(optim.join_schedules(schedules, [warmup]), betas=[0.9, 0.95])
+        gradient_of, rng, done = nn.value_and_grad(module, self._loss), np.random.default_rng(settings.seed), 0
+        self._evaluate()
+        for _ in range(settings.epochs):
+            module.train()
+            for rows in _batches(rng.permutation(self._trained)):
+                _, gradients = gradient_of(module, *self._inputs(rows))
+                gradients, _ = optim.clip_grad_norm(gradients, 1.0)
+                optimizer.update(module, gradients)
+                eval_arrays(module.parameters(), optimizer.state)
+                done += 1
+                progress("training", done, num_steps)
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Measure loss and accuracy on the rows that are held out."""
+        self.module.eval()
+        loss, hits, count = 0.0, np.zeros(_DEPTH), len(self._held_out)
+        for rows in _batches(self._held_out):
+            inputs = self._inputs(rows)
+            loss += self._loss(self.module, *inputs).item() * len(rows) / count
+            for i, (logits, probabilities) in enumerate(self._predictions(self.module, *inputs)):
+                is_same = mx.argmax(logits, axis=-1) == mx.argmax(probabilities, axis=-1)
+                hits[i] += is_same.mean().item() * len(rows) / count
+        self.losses.append(loss)
+        self.accuracy = hits.tolist()
+
+    def _inputs(self, rows: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
+        """Of some rows the embeddings, hidden states and probabilities of the next token, float32 `[B, T, ...]`."""
+        hidden_states = mx.array(self._hidden_states[rows].astype(np.float32))
+        embeddings = self._embed(mx.array(self._tokens[rows])).astype(mx.float32)
+        return embeddings, hidden_states, mx.softmax(self._logits(hidden_states), axis=-1)
+
+    def _loss(
+        self, module: MTPModule, embeddings: mx.array, hidden_states: mx.array, probabilities: mx.array
+    ) -> mx.array:
+        """The cross-entropy with the model's distributions, the mean of all distances."""
+        pairs = self._predictions(module, embeddings, hidden_states, probabilities)
+        return mx.stack(
+            [(mx.logsumexp(logits, axis=-1) - (p * logits).sum(axis=-1)).mean() for logits, p in pairs]
+        ).mean()
+
+    def _predictions(
+        self, module: MTPModule, embeddings: mx.array, hidden_states: mx.array, probabilities: mx.array
+    ) -> Iterator[tuple[mx.array, mx.array]]:
+        """Yield the module's logits 1, 2, ... tokens ahead, and the model's probabilities there."""
+        length = hidden_states.shape[1]
+        for ahead in range(1, _DEPTH + 1):
+            hidden_states = module(hidden_states[:, : length - ahead], embeddings[:, ahead:])
+            yield self._logits(hidden_states), probabilities[:, ahead:]
+
+    def _logits(self, hidden_states: mx.array) -> mx.array:
+        logits = hidden_states @ self._weight.T
+        logits = logits if self._bias is None else logits + self._bias
+        return logits if self._softcap is None else self._softcap * mx.tanh(logits / self._softcap)
+
+
+def _batches(rows: np.ndarray) -> list[np.ndarray]:
+    return [rows[i : i + _BATCH_SIZE] for i in range(0, len(rows), _BATCH_SIZE)]
+
+
+def layer_config(config: ModelConfig) -> ModelConfig:
+    """The configuration of a Llama's layer for hidden states of a model."""
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    return ModelConfig(
+        hidden_size=config.hidden_size, num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=config.head_dim, intermediate_size=config.intermediate_size, vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings, rms_norm_eps=1e-5, rope_theta=10_000.0,
+    )  # fmt: skip
