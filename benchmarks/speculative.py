@@ -60,7 +60,7 @@ def main() -> None:
     for name, (model, prompt, sampling, drafter) in cases.items():
         count = min(options.tokens, len(edit)) if prompt is file else options.tokens
         arguments = {"prompt": prompt, "max_tokens": count, **sampling}
-        speculation = SpeculativeDecoder(drafter, options.max_draft)
+        speculation = SpeculativeDecoder(drafter, num_draft_tokens=options.max_draft)
         plain, guessed = Run(model, None, arguments), Run(model, speculation, arguments)
         plain(), guessed()
         results = in_turn(options.rounds, plain=plain, guessed=guessed, again=plain)

@@ -126,9 +126,6 @@ def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_options(*, draft_model: str | None, prompt_lookup: bool, **values: Any) -> Any:
-        if draft_model is not None and prompt_lookup:
-            raise click.UsageError("either --draft-model or --prompt-lookup")
-
         def make() -> SpeculativeDecoder:
             from mlxlm.generation.draft_head import DraftHead, is_draft_head
             from mlxlm.generation.drafters import DraftModel, PromptLookup
@@ -137,7 +134,8 @@ def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
             if draft_model is None:
                 return SpeculativeDecoder(PromptLookup())
             is_head = is_draft_head(draft_model)
-            return SpeculativeDecoder(DraftHead.load(draft_model) if is_head else DraftModel(load_model(draft_model)))
+            drafter = DraftHead.load(draft_model) if is_head else DraftModel(load_model(draft_model))
+            return SpeculativeDecoder(PromptLookup(), drafter)
 
         return command(speculation=make if draft_model is not None or prompt_lookup else None, **values)
 

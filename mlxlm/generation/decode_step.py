@@ -31,13 +31,14 @@ from mlxlm.cache.mlx_lm_caches import (
 from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
-from mlxlm.model import Decoder
+from mlxlm.model import Decoder, MTPModule
 from mlxlm.model.positions import QueryTemperature, RotaryEmbedding
 from mlxlm.utils.errors import MlxlmError
 
 _MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
 # Tracing takes as long as several steps without, so that a batch that changes with every step should not be traced.
 _STEPS_BEFORE_TRACE = 3
+_DECODERS = (Decoder, MTPModule)
 logger = logging.getLogger(__name__)
 
 Step = Callable[..., list[mx.array]]
@@ -46,8 +47,8 @@ Step = Callable[..., list[mx.array]]
 class DecodeStep:
     """Computes the logits after one token per row, or after each of several tokens of one row, as the model does.
 
-    A `Decoder` with its own caches always runs the same operations, whether they are compiled or not. The logits are
-    those of the model up to rounding: a BLAS can sum products with further zeros in another order.
+    A `Decoder` or `MTPModule` with its own caches always runs the same operations, whether they are compiled or not.
+    The logits are those of the model up to rounding: a BLAS can sum products with further zeros in another order.
 
     A model of mlx_lm's classes with the caches of `mlx_lm_caches` is compiled, too, as long as its logits are those of
     the model itself, which runs beside the first step of each layout, and the first one that is compiled.
@@ -82,7 +83,7 @@ class DecodeStep:
         """Read one token per row, and append it to the caches.
 
         Args:
-            tokens: int32 `[B, 1]`, or `[1, T]`.
+            tokens: int32 `[B, 1]`, or `[1, T]`. The inputs of an `MTPModule` have another axis.
             caches: Those of `mlxlm.cache.make_cache`, with the same B.
 
         Returns:
@@ -93,7 +94,7 @@ class DecodeStep:
             return self._run_model(tokens, caches)
         if not self._has_same_weights():
             self._fuse()
-        is_decoder = isinstance(self.model, Decoder)
+        is_decoder = isinstance(self.model, _DECODERS)
         layout, state = _describe(caches, self._windows if is_decoder else list(map(_window, caches)), count)
         before = [cache.step_arrays for cache in caches]
         arrays = [array for own in before for array in own]
@@ -107,10 +108,10 @@ class DecodeStep:
         return logits
 
     def _run_model(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-        if not isinstance(self.model, Decoder):
+        if not isinstance(self.model, _DECODERS):
             return self.model(tokens, cache=caches).flatten(0, 1)
-        self.hidden_states = self.model.model(tokens, caches).flatten(0, 1)
-        return self.model.head(self.hidden_states)
+        logits, self.hidden_states = (x.flatten(0, 1) for x in self.model.decode(tokens, caches))
+        return logits
 
     def raise_if_fatal(self, error: Exception) -> None:
         """Raise an error of a forward pass that doesn't end the texts of this pass alone.
@@ -123,7 +124,7 @@ class DecodeStep:
 
     def _can_compile(self, caches: Sequence[Any], count: int = 1) -> bool:
         model = self.model
-        if not isinstance(model, Decoder):
+        if not isinstance(model, _DECODERS):
             known = isinstance(model, nn.Module) and all(
                 isinstance(cache, MlxLmKVCache | MlxLmRecurrentCache) and cache.can_step for cache in caches
             )
@@ -151,7 +152,7 @@ class DecodeStep:
 
     def _fuse(self) -> None:
         """Fuse the weights of a decoder, and forget what was compiled with others."""
-        if isinstance(self.model, Decoder):
+        if isinstance(self.model, _DECODERS):
             self.model.fuse()
             self._windows = [getattr(layer.mixer, "window", None) for layer in self.model.layers]
         mx.eval(self.model.parameters())  # what is not evaluated would be computed again in each step
@@ -178,7 +179,7 @@ class DecodeStep:
 
     def _step(self, layout: _Layout, caches: Sequence[KVCache | RecurrentCache]) -> Step:
         """Return the function for a layout: compiled at once for one token of a decoder, else after a few uses."""
-        is_decoder = isinstance(self.model, Decoder)
+        is_decoder = isinstance(self.model, _DECODERS)
         entry = self._steps.pop(layout, 0)
         if isinstance(entry, int):
             step = _make_step(self.model, layout, [(type(cache), _form(cache)) for cache in caches])
@@ -404,8 +405,8 @@ def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _F
             elif layer is not None:
                 buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
                 caches.append(_LAYER_STEPS[kind](positions, layer, buffers))
-        if isinstance(model, Decoder):
-            results = model.decode(tokens.flatten(), caches)
+        if isinstance(model, _DECODERS):
+            results = model.decode(tokens.flatten(0, 1), caches)
         else:
             results = (model(tokens, cache=caches)[:, -1],)
         return [*results, *(array for cache in caches for array in cache)]
@@ -413,7 +414,7 @@ def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _F
     return step
 
 
-def _is_supported(model: Decoder, caches: Sequence[KVCache | RecurrentCache]) -> bool:
+def _is_supported(model: Decoder | MTPModule, caches: Sequence[KVCache | RecurrentCache]) -> bool:
     """Whether a step of these caches can be compiled."""
     return all(
         isinstance(cache, RecurrentCache)

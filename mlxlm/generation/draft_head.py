@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_map
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.cache import KVCache, KVOptions, fingerprint
 from mlxlm.checkpoint import safetensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_number
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.drafters import DraftState, sample_draft
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.sampling import Sampler
-from mlxlm.kernels.quantized_matmul import quantized_matmul
-from mlxlm.model import Decoder
-from mlxlm.model.block import Block
-from mlxlm.model.linear import Linear
-from mlxlm.model.norms import RMSNorm
+from mlxlm.model import Decoder, MTPModule
 from mlxlm.utils.errors import CheckpointError, ConfigError, GenerationError, short_repr
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import read_json_object, write_json
@@ -36,38 +33,6 @@ _SIZES = (
     "rope_theta", "max_position_embeddings", "vocab_size",
 )  # fmt: skip
 _LONGEST_ROUND = 33  # tokens that a round gives at most
-_BITS, _GROUP_SIZE = 8, 64  # of the module if the model is quantized
-
-
-class MTPModule(nn.Module):
-    """Predicts the hidden state after the next token: norm(layer(fc([hidden_norm(h); embedding_norm(e)]))).
-
-    h is the model's hidden state after its final norm, or what this module has predicted; e is the embedding of the
-    token that was drawn from it. The layer is that of a Llama, whatever the model's are.
-
-    Args:
-        config: Sizes of the layer.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.hidden_norm, self.embedding_norm, self.norm = (RMSNorm(size, eps) for _ in range(3))
-        self.fc = Linear(2 * size, size, bias=False)
-        self.layer = Block(config, 0)
-
-    def __call__(self, hidden_states: mx.array, embeddings: mx.array, cache: Any = None) -> mx.array:
-        """Predict hidden states `[B, T, hidden]` from those before, and from the embeddings of the tokens between.
-
-        Args:
-            hidden_states: `[B, T, hidden]`.
-            embeddings: `[B, T, hidden]`.
-            cache: The layer's cache, which is advanced by T positions.
-        """
-        inputs = self.hidden_norm(hidden_states), self.embedding_norm(embeddings)
-        residual, x = self.layer(self.fc(mx.concatenate(inputs, axis=-1)), None, cache)
-        return self.norm(residual + x)
 
 
 class DraftHead:
@@ -142,29 +107,17 @@ def is_draft_head(path: Path | str) -> bool:
 
 
 class BoundHead:
-    """A module together with the model that it drafts for, in the dtype of the model, and quantized if that is.
+    """A module together with the model that it drafts for.
 
     Args:
-        module: The module, in float32.
+        module: The module.
         token_ids: The tokens that it drafts, int32 `[N]`.
         model: The model.
     """
 
     def __init__(self, module: MTPModule, token_ids: mx.array, model: Decoder):
-        self._embed, self._softcap = model.model.embed_tokens, model.final_logit_softcap
-        self._head = self._embed if model.config.tie_word_embeddings else model.lm_head
-        names = ("weight", "scales", "biases", "bias")
-        self._rows = {name: self._head[name][token_ids] for name in names if self._head.get(name) is not None}
-        self.dtype = self._embed(token_ids[:1]).dtype
-        self._module = MTPModule(module.config)
-        self._module.update(tree_map(lambda x: x.astype(self.dtype), module.parameters()))
-        if model.config.quantization:
-            nn.quantize(self._module, _GROUP_SIZE, _BITS, class_predicate=_can_quantize)
-        # Where the logit of each token is; those that aren't drafted share one that is -inf.
-        self._columns = mx.full(model.config.vocab_size, token_ids.size, mx.int32)
-        self._columns[token_ids] = mx.arange(token_ids.size, dtype=mx.int32)
-        self._module.eval()
-        mx.eval(self._module.parameters(), self._rows, self._columns)
+        self._step, self._embed = DecodeStep(module.bound_to(model, token_ids)), model.model.embed_tokens
+        self._token_ids, self._vocab_size = token_ids[None], model.config.vocab_size
 
     def predict(self, hidden_states: mx.array, tokens: mx.array, cache: KVCache) -> tuple[mx.array, mx.array]:
         """Read tokens and the hidden states that they were drawn from.
@@ -175,25 +128,11 @@ class BoundHead:
             cache: That of the module.
 
         Returns:
-            The hidden states after the last token, `[1, hidden]`, and the logits there, `[1, V]`.
+            The hidden state after the last token, `[1, hidden]`, and the logits there, `[1, V]`.
         """
-        x = self._module(hidden_states[None].astype(self.dtype), self._embed(tokens[None]), cache)[0, -1:]
-        rows = self._rows
-        if "scales" in rows:
-            form = {"group_size": self._head.group_size, "bits": self._head.bits, "mode": self._head.mode}
-            logits = quantized_matmul(x, rows["weight"], rows["scales"], rows.get("biases"), **form)
-        else:
-            logits = x @ rows["weight"].T
-        if "bias" in rows:
-            logits = logits + rows["bias"]
-        if self._softcap is not None:
-            logits = self._softcap * mx.tanh(logits / self._softcap)
-        logits = mx.concatenate([logits, mx.full((1, 1), -mx.inf, logits.dtype)], axis=1)
-        return x, logits[:, self._columns]
-
-
-def _can_quantize(_name: str, module: nn.Module) -> bool:
-    return isinstance(module, Linear) and module.weight.shape[1] % _GROUP_SIZE == 0
+        logits = self._step(mx.concatenate([hidden_states, self._embed(tokens)], axis=-1)[None], [cache])[-1:]
+        others = mx.full((1, self._vocab_size), -mx.inf, logits.dtype)
+        return self._step.hidden_states[-1:], mx.put_along_axis(others, self._token_ids, logits, axis=1)
 
 
 class _DraftHeadState:

@@ -271,9 +271,11 @@ class Decoder(nn.Module):
         return super().train(mode)
 
     def decode(self, tokens: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Compute the logits `[B, V]` and hidden states `[B, hidden]` of one token per row, int `[B]`, after `fuse`.
+        """Compute the logits `[..., V]` and the hidden states `[..., hidden]` after the final norm.
 
-        See `mlxlm.generation.decode_step`, which makes the `cache`: it can be compiled.
+        Args:
+            tokens: int `[B, T]`; or `[B]`, one per row, after `fuse`: a step that can be compiled.
+            cache: The caches of the layers; in a step, those that `mlxlm.generation.decode_step` makes.
         """
         hidden_states = self.model(tokens, cache)
         return self.head(hidden_states), hidden_states

@@ -18,8 +18,8 @@ from mlxlm.config import ModelConfig
 from mlxlm.data.sources import read_texts
 from mlxlm.generation import LoadedModel
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.generation.draft_head import DraftHead, MTPModule
-from mlxlm.model import Decoder
+from mlxlm.generation.draft_head import DraftHead
+from mlxlm.model import Decoder, MTPModule
 from mlxlm.train.draft_settings import DraftSettings
 from mlxlm.utils.errors import DataError, GenerationError
 

@@ -56,7 +56,7 @@ class FixedLength:
 def always(drafter, count):
     """A SpeculativeDecoder that always drafts `count` tokens."""
     speculation = SpeculativeDecoder(drafter, num_draft_tokens=count)
-    speculation._draft_length = FixedLength(count)
+    speculation._draft_lengths = [FixedLength(count)]
     return speculation
 
 

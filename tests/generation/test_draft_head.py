@@ -8,9 +8,9 @@ import pytest
 from mlxlm.backend.mlx import mx, nn, tree_map
 from mlxlm.cache import KVCache, KVOptions, fingerprint
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, Sampler
-from mlxlm.generation.draft_head import BoundHead, DraftHead, MTPModule, is_draft_head
+from mlxlm.generation.draft_head import BoundHead, DraftHead, is_draft_head
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.model import Decoder
+from mlxlm.model import Decoder, MTPModule
 from mlxlm.train.draft_head import layer_config, train_draft_head
 from mlxlm.train.draft_settings import DraftSettings
 from mlxlm.utils.errors import CheckpointError, DataError, GenerationError, MlxlmError
@@ -194,7 +194,7 @@ def change_tensors(function):
         (change(hidden_size="64"), "hidden_size is '64'"),
         (change(rope_theta=-1), "rope_theta is -1"),
         (change(num_key_value_heads=3), "config.json: .*num_key_value_heads"),
-        (change(intermediate_size=100), "layer.mlp.down_proj.weight is missing or has another shape"),
+        (change(intermediate_size=100), "layers.0.mlp.down_proj.weight is missing or has another shape"),
         (change_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight is missing"),
         (change_tensors(lambda tensors: tensors.pop("token_ids")), "token_ids is missing"),
         (change_tensors(lambda tensors: tensors.update(token_ids=mx.array([5, 300]))), "token_ids has tokens that"),

@@ -113,7 +113,7 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
         assert stream.result().tokens == wanted.tokens
         # The rest of the round is forgotten, and all of the text is kept.
         longer = [*PROMPT, *wanted.tokens, 50]
-        speculation.drafter = Oracle([])
+        speculation.drafters = [Oracle([])]
         again = engine.submit(Request(longer, GenerationOptions(temperature=0, max_tokens=5))).result()
         assert again.cached_tokens == len(longer) - 1
         assert again.tokens == text(soft, None, prompt=longer, temperature=0, max_tokens=5)[1].tokens
