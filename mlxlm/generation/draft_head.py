@@ -27,7 +27,7 @@ from mlxlm.utils.json_files import read_json_object, write_json
 MODEL_TYPE = "mlxlm_draft_head"  # in config.json
 MAX_UNREAD = 256  # tokens that are read after a pause; earlier ones are skipped
 _CONFIG_FILE, _TOKEN_IDS = "config.json", "token_ids"
-_MAX_CONFIG = 1 << 20  # bytes; that of a model may be read to see that it is none
+_MAX_CONFIG = 4 << 20  # bytes; that of a model is read to see that it is none
 _SIZES = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps",
     "rope_theta", "max_position_embeddings", "vocab_size",

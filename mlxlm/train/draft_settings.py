@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,7 @@ class DraftSettings:
     """How much to generate, and how to train on it."""
 
     num_tokens: int = _training(
-        100_000, "Tokens to train on: half from TEXT, half the model's own continuations.", common=True, low=1024
+        100_000, "Tokens to train on: half of them text, half what MODEL writes after it.", common=True, low=4096
     )
     vocab_size: int = _training(
         8192, "Tokens that the head can draft, the most frequent ones; none other is ever drafted.", low=16
@@ -26,5 +27,5 @@ class DraftSettings:
     seed: int = _training(0, "Random seed.", low=0)
 
     def __post_init__(self) -> None:
-        for problem in range_problems(self):
-            raise ArgumentError(problem)
+        if problems := [re.sub(r"^\w+", r"`\g<0>`", problem) for problem in range_problems(self)]:
+            raise ArgumentError("; ".join(problems))
