@@ -23,12 +23,12 @@ from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
 PLAIN_STEPS = 4  # measured as one time: single plain steps overlap, so that their times say little
-INITIAL_LENGTH = 4  # maximum draft length at first; later, twice the longest measured one
+INITIAL_LENGTH = 1  # maximum draft length at first, when a wrong guess costs least; then twice the longest measured one
 MIN_SAMPLES = 2  # times of a draft length before it counts as known: the first may include a compilation
 RECENT_SAMPLES = 8  # times of a draft length that count, by their median
 MAX_AGE = 256  # passes after which a time no longer counts: a longer context costs more
 DECAY = 0.97  # weight of an outcome after each later one: about the last 33 count
-PRIOR_RATE, PRIOR_WEIGHT = 0.7, 4.0  # the acceptance rate assumed at first, and how many outcomes it counts for
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # the acceptance rate assumed at first, and how many outcomes it counts for
 INITIAL_ACCEPTANCE = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT, 0  # accepted, weight, and number of outcomes
 PROVEN = 16  # outcomes after which rounds that pay reset the next pause to the shortest
 MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
@@ -161,13 +161,13 @@ class SpeculativeDecoder:
         stats: The statistics of the text that began last.
     """
 
-    def __init__(self, *drafters: Drafter, num_draft_tokens: int = 8):
-        """Decode with `drafters`. Raises GenerationError for an invalid `num_draft_tokens`."""
+    def __init__(self, drafter: Drafter, *others: Drafter, num_draft_tokens: int = 8):
+        """Decode with these drafters. Raises GenerationError for an invalid `num_draft_tokens`."""
         if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise GenerationError(f"num_draft_tokens is {num_draft_tokens}", f"1 to {MAX_DRAFT_TOKENS}, such as 8")
-        self.drafters = drafters
+        self.drafters = [drafter, *others]
         self.stats = SpeculationStats()
-        self._draft_lengths = [DraftLengthController(num_draft_tokens) for _ in drafters]
+        self._draft_lengths = [DraftLengthController(num_draft_tokens) for _ in self.drafters]
 
     def check(self, lm: LoadedModel) -> None:
         """Raise GenerationError if the drafts can't be used for `lm`."""
