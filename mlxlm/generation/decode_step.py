@@ -406,9 +406,9 @@ def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _F
                 buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
                 caches.append(_LAYER_STEPS[kind](positions, layer, buffers))
         if isinstance(model, _DECODERS):
-            results = model.decode(tokens.flatten(0, 1), caches)
+            results = list(model.decode(tokens.flatten(0, 1), caches))
         else:
-            results = (model(tokens, cache=caches)[:, -1],)
+            results = [model(tokens, cache=caches)[:, -1]]
         return [*results, *(array for cache in caches for array in cache)]
 
     return step

@@ -132,11 +132,12 @@ class BoundHead:
         """
         logits = self._step(mx.concatenate([hidden_states, self._embed(tokens)], axis=-1)[None], [cache])[-1:]
         others = mx.full((1, self._vocab_size), -mx.inf, logits.dtype)
+        assert self._step.hidden_states is not None  # an MTPModule has them
         return self._step.hidden_states[-1:], mx.put_along_axis(others, self._token_ids, logits, axis=1)
 
 
 class _DraftHeadState:
-    last_draft_matched = None
+    last_draft_matched: bool | None = None
 
     def __init__(self, head: BoundHead) -> None:
         self._head, self._cache = head, KVCache()

@@ -79,7 +79,8 @@ class MTPModule(nn.Module):
             inputs: Hidden states and embeddings, concatenated, `[B, T, 2 · hidden]`, or `[B, 2 · hidden]` in a step.
             cache: The caches of the layers; see `Decoder.decode`.
         """
-        hidden_states = self(*mx.split(inputs, 2, axis=-1), cache)
+        hidden_states, embeddings = mx.split(inputs, 2, axis=-1)
+        hidden_states = self(hidden_states, embeddings, cache)
         logits, softcap = self.lm_head(hidden_states), self._softcap
         return logits if softcap is None else softcap * mx.tanh(logits / softcap), hidden_states
 

@@ -25,7 +25,7 @@ from mlxlm.utils.errors import DataError, GenerationError
 
 Progress = Callable[[str, int, int], None]  # a phase, what is done of it, and all of it
 
-ROW_TOKENS = 256  # half of them from the text, the others generated
+ROW_TOKENS = 256  # at most; half of them from the text, the others generated
 MAX_CHARS = 8 << 20  # that are read of all texts together
 _ROWS_AT_ONCE = 32  # that are generated
 _BATCH_SIZE = 8
@@ -75,7 +75,7 @@ def train_draft_head(
     lm.check_whole("draft head")
     if not isinstance(model, Decoder):
         raise GenerationError(f"mlx_lm runs {lm.path}, and gives no hidden states", "a draft model")
-    tokens, hidden_states = generate_rows(lm, texts, settings.num_tokens // ROW_TOKENS, settings.seed, progress)
+    tokens, hidden_states = generate_rows(lm, texts, settings.num_tokens, settings.seed, progress)
     ids, counts = np.unique(tokens, return_counts=True)
     most_frequent = np.argsort(-counts, kind="stable")[: settings.vocab_size]
     token_ids = np.sort(ids[most_frequent]).astype(np.int32)
@@ -88,55 +88,69 @@ def train_draft_head(
 
 
 def generate_rows(
-    lm: LoadedModel, texts: Sequence[Path | str], count: int, seed: int, progress: Progress
+    lm: LoadedModel, texts: Sequence[Path | str], num_tokens: int, seed: int, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Let a model continue pieces of texts.
+    """Let a model continue pieces of texts, every other one greedily.
 
     Returns:
-        Tokens int32 `[count, ROW_TOKENS]`, and the hidden states after each, float16 `[count, ROW_TOKENS, hidden]`.
+        Tokens int32 `[R, T]`, of which the first half are the text's, and the hidden states after each token, float16
+        `[R, T, hidden]`.
     """
-    prompt_length = ROW_TOKENS // 2
-    ids = _encode(lm, texts)
-    if len(ids) < ROW_TOKENS:
-        raise DataError(f"the texts have {len(ids)} tokens", f"at least {ROW_TOKENS}, better 100,000")
-    starts = np.random.default_rng(seed).integers(0, len(ids) - prompt_length, count)
-    prompts = np.stack([ids[start : start + prompt_length] for start in starts])
-    step, key = DecodeStep(lm.model), mx.random.key(seed)
-    ends = mx.array(sorted(lm.eos_token_ids), mx.int32)
-    tokens, hidden_states = [], []
-    for first in range(0, count, _ROWS_AT_ONCE):
-        progress("generating", first * ROW_TOKENS, count * ROW_TOKENS)
-        rows = [mx.array(prompts[first : first + _ROWS_AT_ONCE])]
-        caches = make_cache(lm.model)
-        states = [lm.model.model(rows[0], caches)]
-        logits = lm.model.head(states[0][:, -1])
-        temperatures = mx.array([_TEMPERATURES[i % len(_TEMPERATURES)] for i in range(len(rows[0]))])[:, None]
-        for _ in range(ROW_TOKENS - prompt_length):
-            key, own = mx.random.split(key)
-            if ends.size:
-                logits[:, ends] = -mx.inf  # texts don't end
-            rows.append(mx.argmax(logits + temperatures * mx.random.gumbel(logits.shape, key=own), axis=1)[:, None])
-            logits = step(rows[-1], caches)
-            states.append(step.hidden_states[:, None])
-            eval_arrays(logits)
-            progress(
-                "generating", first * ROW_TOKENS + len(rows[0]) * (prompt_length + len(rows) - 1), count * ROW_TOKENS
-            )
-        tokens.append(np.array(mx.concatenate(rows, axis=1).astype(mx.int32)))
-        hidden_states.append(np.array(mx.concatenate(states, axis=1).astype(mx.float16)))
+    length = min(ROW_TOKENS, lm.config.max_position_embeddings)
+    ids, rng, count = _encode(lm, texts), np.random.default_rng(seed), num_tokens // length
+    if len(ids) < length:
+        raise DataError(f"the texts have {len(ids)} tokens", f"{length} tokens or more; better 100,000")
+    starts = rng.integers(0, len(ids) - length // 2, count)
+    prompts = np.stack([ids[start : start + length // 2] for start in starts])
+    step, parts = DecodeStep(lm.model), []
+    for i in range(0, count, _ROWS_AT_ONCE):
+
+        def advance(num_tokens: int, rows_before: int = i) -> None:
+            progress("generating", rows_before * length + num_tokens, count * length)
+
+        parts.append(_continue(lm, step, prompts[i : i + _ROWS_AT_ONCE], length, mx.random.key(seed + i), advance))
+    tokens, hidden_states = zip(*parts, strict=True)
     return np.concatenate(tokens), np.concatenate(hidden_states)
+
+
+def _continue(
+    lm: LoadedModel,
+    step: DecodeStep,
+    prompts: np.ndarray,
+    length: int,
+    key: mx.array,
+    advance: Callable[[int], None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Continue prompts `[R, P]` to rows of `length` tokens; returns these and the hidden states."""
+    caches, tokens = make_cache(lm.model), [mx.array(prompts)]
+    logits, states = lm.model.decode(tokens[0], caches)
+    logits, hidden_states = logits[:, -1], [states]
+    temperatures = mx.array([_TEMPERATURES[i % len(_TEMPERATURES)] for i in range(len(prompts))])[:, None]
+    ends = mx.array(sorted(lm.eos_token_ids), mx.int32)
+    for position, own_key in enumerate(mx.random.split(key, length - prompts.shape[1]), prompts.shape[1]):
+        advance(len(prompts) * position)
+        if ends.size:
+            logits[:, ends] = -mx.inf  # no text ends before its row
+        noise = temperatures * mx.random.gumbel(logits.shape, key=own_key)
+        tokens.append(mx.argmax(logits + noise, axis=1, keepdims=True).astype(mx.int32))
+        logits = step(tokens[-1], caches)
+        assert step.hidden_states is not None  # a Decoder has them
+        hidden_states.append(step.hidden_states[:, None])
+        eval_arrays(logits, hidden_states[-1])
+    whole = mx.concatenate(hidden_states, axis=1).astype(mx.float16)
+    return np.array(mx.concatenate(tokens, axis=1)), np.array(whole)
 
 
 def _encode(lm: LoadedModel, texts: Sequence[Path | str]) -> np.ndarray:
     """The tokens of the beginnings of some texts, as many characters of each."""
-    ids: list[int] = []
+    ids, limit = list[int](), MAX_CHARS // len(texts)
     for path in texts:
         text = ""
         for piece in read_texts([path]):
             text += piece
-            if len(text) >= MAX_CHARS // len(texts):
+            if len(text) >= limit:
                 break
-        ids += lm.tokenizer.encode(text[: MAX_CHARS // len(texts)], add_special_tokens=False)
+        ids += lm.tokenizer.encode(text[:limit], add_special_tokens=False)
     return np.array(ids, np.int32)
 
 
