@@ -69,7 +69,7 @@ def draft(model: str, text: tuple[Path, ...], out: Path, as_json: bool, **option
 
 
 def _rows(report: DraftReport) -> Iterator[tuple[str, str]]:
-    yield "loss, nats per token", f"{report.losses[0]:.3f} before, {report.losses[-1]:.3f} after training"
+    yield "loss", f"{report.losses[0]:.3f} before, {report.losses[-1]:.3f} after training"
     yield "tokens that it can draft", f"{report.coverage:.1%}"
     for ahead, accuracy in enumerate(report.accuracy, 1):
         yield f"right {ahead} token{'s' * (ahead > 1)} ahead", f"{accuracy:.1%}"

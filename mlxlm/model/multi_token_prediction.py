@@ -60,13 +60,7 @@ class MTPModule(nn.Module):
         bound.update(tree_map(lambda x: x.astype(dtype), self.parameters()))
         if model.config.quantization:
             nn.quantize(bound, _GROUP_SIZE, _BITS, class_predicate=_can_quantize)
-        source = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
-        names = [name for name in ("weight", "scales", "biases", "bias") if source.get(name) is not None]
-        sizes = self.config.hidden_size, token_ids.size, "bias" in names
-        bound.lm_head = Linear(*sizes)
-        if "scales" in names:
-            bound.lm_head = QuantizedLinear(*sizes, source.group_size, source.bits, source.mode)
-        bound.lm_head.update({name: source[name][token_ids] for name in names})
+        bound.lm_head = output_rows(model, token_ids)
         bound._softcap = model.final_logit_softcap
         bound.eval()
         mx.eval(bound.parameters())
@@ -87,6 +81,18 @@ class MTPModule(nn.Module):
     def fuse(self) -> None:
         """Fuse the projections of the layer that have the same input, for decoding steps."""
         self.layers[0].fuse()
+
+
+def output_rows(model: Decoder, token_ids: mx.array) -> nn.Linear | nn.QuantizedLinear:
+    """Return the part of a model's output matrix that gives the logits of these tokens, int32 `[N]`."""
+    source = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
+    names = [name for name in ("weight", "scales", "biases", "bias") if source.get(name) is not None]
+    sizes = model.config.hidden_size, token_ids.size, "bias" in names
+    rows: nn.Module = Linear(*sizes)
+    if "scales" in names:
+        rows = QuantizedLinear(*sizes, source.group_size, source.bits, source.mode)
+    rows.update({name: source[name][token_ids] for name in names})
+    return rows
 
 
 def _can_quantize(_name: str, module: nn.Module) -> bool:
