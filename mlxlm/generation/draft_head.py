@@ -6,6 +6,7 @@ It is the module of multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -25,7 +26,7 @@ from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import read_json_object, write_json
 
 MODEL_TYPE = "mlxlm_draft_head"  # in config.json
-MAX_UNREAD = 256  # tokens that are read after a pause; earlier ones are skipped
+MAX_UNREAD = 256  # tokens that are read after a pause, or a few more; earlier ones are skipped
 _CONFIG_FILE, _TOKEN_IDS = "config.json", "token_ids"
 _MAX_CONFIG = 4 << 20  # bytes; that of a model is read to see that it is none
 _SIZES = (
@@ -141,25 +142,29 @@ class _DraftHeadState:
 
     def __init__(self, head: BoundHead) -> None:
         self._head, self._cache = head, KVCache()
-        self._tokens: list[int] = []  # not read yet, and the hidden states that they were drawn from
-        self._hidden_states: list[mx.array] = []
+        # Tokens that are not read yet, and the hidden states that they were drawn from.
+        self._unread: deque[tuple[Sequence[int], mx.array]] = deque()
+        self._num_unread = 0
         self._num_guessed = 0  # positions of the cache that come from predicted hidden states
 
     @property
     def is_behind(self) -> bool:
-        return len(self._tokens) > _LONGEST_ROUND
+        return self._num_unread > _LONGEST_ROUND
 
     def read(self, tokens: Sequence[int], hidden_states: mx.array | None = None) -> None:
         assert hidden_states is not None  # a Decoder has them
         self._cache.trim(self._num_guessed)
         self._num_guessed = 0
-        self._tokens.extend(tokens)
-        self._hidden_states.append(hidden_states)
+        self._unread.append((tokens, hidden_states))
+        self._num_unread += len(tokens)
+        while self._num_unread - len(self._unread[0][0]) >= MAX_UNREAD:
+            self._num_unread -= len(self._unread.popleft()[0])
 
     def propose(self, count: int, sampler: Sampler, vocab_size: int) -> mx.array | None:
-        hidden_states = mx.concatenate(self._hidden_states)[-MAX_UNREAD:]
-        token = mx.array(self._tokens[-MAX_UNREAD:], mx.int32)
-        self._tokens, self._hidden_states = [], []
+        hidden_states = mx.concatenate([states for _, states in self._unread])
+        token = mx.array([token for tokens, _ in self._unread for token in tokens], mx.int32)
+        self._unread.clear()
+        self._num_unread = 0
         sampler, draft = sampler.fork(), list[mx.array]()
         while True:
             hidden_states, logits = self._head.predict(hidden_states, token, self._cache)
