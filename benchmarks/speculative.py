@@ -157,7 +157,8 @@ class Run:
     def __call__(self) -> float:
         stream = mlxlm.stream(self._loaded, **self._arguments)
         times = [time.perf_counter() for _ in stream]
-        self.tokens, self.stats = stream.result.tokens, stream.result.speculation
+        result = stream.result()
+        self.tokens, self.stats = result.tokens, result.speculation
         return (len(times) - 1) / (times[-1] - times[0])
 
 
