@@ -93,15 +93,18 @@ class DraftLengthController:
             return 0
         self._has_new_outcome = False
         longest = min(self._max_length, max(INITIAL_LENGTH, 2 * max(times)))
-        speedups = [self._expected_tokens(k) * times[0] / _interpolate(times, k) for k in range(longest + 1)]
-        best = max(range(longest + 1), key=speedups.__getitem__)
+        # Powers of two: each length has compiled passes of its own, and needs measurements.
+        lengths = [k for k in range(longest + 1) if k & (k - 1) == 0]
+        speedups = {k: self._expected_tokens(k) * times[0] / _interpolate(times, k) for k in lengths}
+        best = max(lengths, key=speedups.__getitem__)
         if best and self._pause:
             self._end_pause()
         elif best == 0 and not self._pause:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+            speedup = max(speedups[k] for k in lengths if k)
             self.reason = (
                 f"drafts don't pay: with {self.acceptance_rate:.0%} of them accepted, rounds give "
-                f"{max(speedups[1:]):.2g} x the tokens/s of plain steps; next try after {self._pause} tokens"
+                f"{speedup:.2g} x the tokens/s of plain steps; next try after {self._pause} tokens"
             )
         elif best and self._num_outcomes >= PROVEN:
             self._next_pause = SHORTEST_PAUSE
