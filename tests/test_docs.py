@@ -37,6 +37,7 @@ from mlxlm.generation import GenerationOptions
 from mlxlm.quantize import QuantizationSettings
 from mlxlm.server.options import ServerOptions
 from mlxlm.train import GRPOOptions, TokenizerOptions, TrainSettings
+from mlxlm.train.draft_settings import DraftSettings
 from tests.paths import ROOT
 from tests.run_command import run_command
 from tests.stand_ins import make_stand_ins, serve
@@ -56,6 +57,7 @@ SETTINGS = [
     TokenizerOptions,
     DataOptions,
     QuantizationSettings,
+    DraftSettings,
     ServerOptions,
 ]
 TOOLS = ("curl", "jq", "xargs")

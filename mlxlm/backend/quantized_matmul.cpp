@@ -194,9 +194,15 @@ void multiply(const Product& p) {
     for_rows(p.outputs, p.inputs, [&](int begin, int end) {
       int row = 0;
       for (; row + 8 <= p.rows; row += 8) multiply_rows<bits, 8>(p, row, begin, end);
-      for (; row + 4 <= p.rows; row += 4) multiply_rows<bits, 4>(p, row, begin, end);
-      for (; row + 2 <= p.rows; row += 2) multiply_rows<bits, 2>(p, row, begin, end);
-      if (row < p.rows) multiply_rows<bits, 1>(p, row, begin, end);
+      switch (p.rows - row) {  // all at once, since unpacking a weight costs as much as its products with two rows
+        case 1: multiply_rows<bits, 1>(p, row, begin, end); break;
+        case 2: multiply_rows<bits, 2>(p, row, begin, end); break;
+        case 3: multiply_rows<bits, 3>(p, row, begin, end); break;
+        case 4: multiply_rows<bits, 4>(p, row, begin, end); break;
+        case 5: multiply_rows<bits, 5>(p, row, begin, end); break;
+        case 6: multiply_rows<bits, 6>(p, row, begin, end); break;
+        case 7: multiply_rows<bits, 7>(p, row, begin, end);
+      }
     });
   } else {
     int step = std::max(1, BLOCK_SIZE / p.inputs);

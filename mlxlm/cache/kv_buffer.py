@@ -92,9 +92,13 @@ class KVBuffer:
             array[..., first:end, :] = part
 
     def with_position(self, index: mx.array, x: mx.array) -> KVBuffer:
-        """Return a buffer with x `[B, H, 1, D]` at the position `index`, int32 `[1]`, for a compiled function."""
+        """Return a buffer with x `[B, H, T, D]` from position `index` on, int32 `[1]`, for a compiled function."""
         pairs = zip(self.arrays, self.quantize(x), strict=True)
         return KVBuffer([_with_position(array, index, part) for array, part in pairs], self.quantization)
+
+    def repeated(self, count: int) -> KVBuffer:
+        """Return a buffer with the only row of this one `count` times, without a copy; for 1 this one."""
+        return self if count == 1 else self.map_arrays(lambda x: mx.broadcast_to(x, (count, *x.shape[1:])))
 
     def write_to_row(self, row: int, first: int, parts: Sequence[mx.array]) -> None:
         """Write already encoded positions to one row, starting at position `first`."""
@@ -166,12 +170,12 @@ class KVBuffer:
 
 
 def _with_position(array: mx.array, index: mx.array, part: mx.array) -> mx.array:
-    """Return array `[B, H, capacity, n]` with part `[B, H, 1, n]` at the position `index`, int32 `[1]`.
+    """Return array `[B, H, capacity, n]` with part `[B, H, T, n]` from position `index` on, int32 `[1]`.
 
     `mx.slice_update` computes the offset in a kernel of its own. `mx.put_along_axis` takes one kernel on a GPU, but is
     slower on a CPU. It stores 16-bit elements in pairs, so rows must begin with a whole pair.
     """
-    if ON_CPU or array.shape[3] * array.itemsize % 4:
+    if ON_CPU or part.shape[2] > 1 or array.shape[3] * array.itemsize % 4:
         return mx.slice_update(array, part, index, (2,))
     return mx.put_along_axis(array, index[:, None, None, None], part, axis=2)
 

@@ -175,20 +175,21 @@ class KVCache:
         """The arrays of `buffers`, which a compiled step reads and returns new ones for."""
         return [array for buffer in self._buffers for array in buffer.arrays]
 
-    def begin_step(self) -> tuple[int, list[int], int]:
-        """Make room for one token per row, which the caller writes to `buffers`; `end_step` appends it.
+    def begin_step(self, count: int = 1) -> tuple[int, list[int], int]:
+        """Make room for `count` tokens per row, which the caller writes to `buffers`; `end_step` appends them.
 
         Returns:
-            The index of the token in the buffers, that of each row's first token, and the capacity of the buffers.
+            The index of the next token in the buffers, that of each row's first token, and the capacity of the buffers.
         """
-        self._make_room(1)
+        self._make_room(count)
+        self._last_count = count
         return self._end, self._starts, self._buffers[0].capacity
 
     def end_step(self, arrays: list[mx.array]) -> None:
-        """Replace `step_arrays` by those with one more token per row."""
+        """Replace `step_arrays` by those with the tokens of the step."""
         rest = iter(arrays)
         self._buffers = [KVBuffer([next(rest) for _ in b.arrays], b.quantization) for b in self._buffers]
-        self._end += 1
+        self._end += self._last_count
 
     def _make_room(self, count: int, *sides: mx.array) -> None:
         """Drop tokens if needed, and make room for `count` more positions: those of `sides`, if they are given."""

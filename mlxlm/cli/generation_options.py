@@ -33,7 +33,10 @@ Speculation: TypeAlias = "Callable[[], SpeculativeDecoder] | None"
 _SECTIONS = ("Stopping", "Sampling", "Repetition penalties", "Constrained output", "Output")
 _memory = functools.partial(option, "Memory and speed")
 _RULE = re.compile(r"^\s*start\b.*:", re.MULTILINE)  # every grammar has this rule, unlike the name of a file
-_DRAFT_MODEL = "Speculative decoding: this small model proposes tokens. Faster, and the same text up to rounding."
+_DRAFT_MODEL = (
+    "Speculative decoding: this small model, or head that mlxlm draft has trained, proposes tokens. Faster, and the "
+    "same text up to rounding."
+)
 _PROMPT_LOOKUP = (
     "Speculative decoding: propose what followed the same tokens earlier. Faster, and the same text up to rounding."
 )
@@ -123,14 +126,16 @@ def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_options(*, draft_model: str | None, prompt_lookup: bool, **values: Any) -> Any:
-        if draft_model is not None and prompt_lookup:
-            raise click.UsageError("either --draft-model or --prompt-lookup")
-
         def make() -> SpeculativeDecoder:
+            from mlxlm.generation.draft_head import DraftHead, is_draft_head
             from mlxlm.generation.drafters import DraftModel, PromptLookup
             from mlxlm.generation.speculative import SpeculativeDecoder
 
-            return SpeculativeDecoder(PromptLookup() if draft_model is None else DraftModel(load_model(draft_model)))
+            if draft_model is None:
+                return SpeculativeDecoder(PromptLookup())
+            is_head = is_draft_head(draft_model)
+            drafter = DraftHead.load(draft_model) if is_head else DraftModel(load_model(draft_model))
+            return SpeculativeDecoder(PromptLookup(), drafter)
 
         return command(speculation=make if draft_model is not None or prompt_lookup else None, **values)
 

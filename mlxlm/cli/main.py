@@ -38,6 +38,7 @@ GROUPS = {
         "pretrain": "Train a model from scratch.",
         "finetune": "Fine-tune a model on conversations.",
         "grpo": "Train a model with a reward function.",
+        "draft": "Train a draft head, for faster generation.",
         "speedrun": "Train for a fixed time, and get a verifiable score.",
         "evaluate": "Evaluate a model on text or multiple choice.",
         "report": "Write an HTML report of training runs.",

@@ -1,4 +1,4 @@
-"""One decoding step of a model: the next token of each row in, logits out; compiled where that is possible.
+"""One decoding step of a model: the next token of each row, or a draft, in, logits out; compiled where possible.
 
 Building the graph of a token in Python takes longer than a GPU needs to read the weights of a small model. A compiled
 function builds it without Python, but has fixed shapes: keys and values are written at an index that is an array, and
@@ -31,26 +31,29 @@ from mlxlm.cache.mlx_lm_caches import (
 from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
-from mlxlm.model import Decoder
+from mlxlm.model import Decoder, MTPModule
 from mlxlm.model.positions import QueryTemperature, RotaryEmbedding
 from mlxlm.utils.errors import MlxlmError
 
 _MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
 # Tracing takes as long as several steps without, so that a batch that changes with every step should not be traced.
 _STEPS_BEFORE_TRACE = 3
+_DECODERS = (Decoder, MTPModule)
 logger = logging.getLogger(__name__)
 
 Step = Callable[..., list[mx.array]]
 
 
 class DecodeStep:
-    """Computes the logits of the next token, like `model(tokens, cache=caches)[:, -1]`.
+    """Computes the logits after one token per row, or after each of several tokens of one row, as the model does.
 
-    A `Decoder` with its own caches always runs the same operations, whether they are compiled or not. The logits are
-    those of the model up to rounding: a BLAS can sum products with further zeros in another order.
+    A `Decoder` or `MTPModule` with its own caches always runs the same operations, whether they are compiled or not.
+    The logits are those of the model up to rounding: a BLAS can sum products with further zeros in another order.
 
     A model of mlx_lm's classes with the caches of `mlx_lm_caches` is compiled, too, as long as its logits are those of
     the model itself, which runs beside the first step of each layout, and the first one that is compiled.
+
+    Several tokens of one row are computed like as many rows that have the same keys and values.
 
     Other models, RoPE whose base depends on the length, and caches that hold nothing yet or wait for padding run the
     model itself.
@@ -61,11 +64,13 @@ class DecodeStep:
     Attributes:
         model: `model(tokens, cache=None) -> logits`, evaluated, as `generation.load` returns it.
         process_group: The processes that share the model.
+        hidden_states: Those of the last call after the final norm, `[B, hidden]`; None for a model of mlx_lm's classes.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.process_group: ProcessGroup = getattr(model, "process_group", None) or ProcessGroup()
+        self.hidden_states: mx.array | None = None
         # Every (container, key, value) in the tree of the model's modules, as three lists.
         self._tree: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] = ((), (), ())
         self._windows: list[int | None] = []
@@ -78,26 +83,34 @@ class DecodeStep:
         """Read one token per row, and append it to the caches.
 
         Args:
-            tokens: int32 `[B, 1]`.
+            tokens: int32 `[B, 1]`, or `[1, T]`. The inputs of an `MTPModule` have another axis.
             caches: Those of `mlxlm.cache.make_cache`, with the same B.
 
         Returns:
-            Logits `[B, V]`, not evaluated.
+            Logits `[B, V]` or `[T, V]`, not evaluated.
         """
-        if not self._can_compile(caches):
-            return self.model(tokens, cache=caches)[:, -1]
+        count = tokens.shape[1]
+        if not self._can_compile(caches, count):
+            return self._run_model(tokens, caches)
         if not self._has_same_weights():
             self._fuse()
-        is_decoder = isinstance(self.model, Decoder)
-        layout, state = _describe(caches, self._windows if is_decoder else list(map(_window, caches)))
+        is_decoder = isinstance(self.model, _DECODERS)
+        layout, state = _describe(caches, self._windows if is_decoder else list(map(_window, caches)), count)
         before = [cache.step_arrays for cache in caches]
         arrays = [array for own in before for array in own]
         is_new = self._steps.get(layout, 0) in (0, _STEPS_BEFORE_TRACE)  # runs, or is compiled, for the first time
         step, inputs = self._step(layout, caches), (tokens, mx.array(state, mx.int32), *arrays)
         logits, *arrays = self._compare(step, inputs, caches) if is_new and not is_decoder else step(*inputs)
         rest = iter(arrays)
+        self.hidden_states = next(rest) if is_decoder else None
         for cache, own in zip(caches, before, strict=True):
             cache.end_step(list(islice(rest, len(own))))
+        return logits
+
+    def _run_model(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        if not isinstance(self.model, _DECODERS):
+            return self.model(tokens, cache=caches).flatten(0, 1)
+        logits, self.hidden_states = (x.flatten(0, 1) for x in self.model.decode(tokens, caches))
         return logits
 
     def raise_if_fatal(self, error: Exception) -> None:
@@ -109,18 +122,20 @@ class DecodeStep:
         if self.process_group.size > 1 and not isinstance(error, MlxlmError):
             raise error
 
-    def _can_compile(self, caches: Sequence[Any]) -> bool:
+    def _can_compile(self, caches: Sequence[Any], count: int = 1) -> bool:
         model = self.model
-        if not isinstance(model, Decoder):
+        if not isinstance(model, _DECODERS):
             known = isinstance(model, nn.Module) and all(
                 isinstance(cache, MlxLmKVCache | MlxLmRecurrentCache) and cache.can_step for cache in caches
             )
-            return known and not self._differs and not model.training
+            return known and count == 1 and not self._differs and not model.training
         if model.training:
             return False
         if not all(type(cache) in (KVCache, RecurrentCache) and cache.can_step for cache in caches):
             return False
         own = [cache for cache in caches if isinstance(cache, KVCache)]
+        if count > 1 and len(own) < len(caches):
+            return False  # a recurrent layer reads its tokens one after another
         key = mode(), tuple((cache.key_bits, cache.value_bits) for cache in own), own[0].buffers[0].dtype
         if key not in self._supported:
             self._supported[key] = _is_supported(model, caches)
@@ -128,7 +143,7 @@ class DecodeStep:
         positions = model.config.positions
         return self._supported[key] and (
             positions in ("rope", "alibi", "none")
-            or max(own[0].offsets) < model.config.max_position_embeddings
+            or max(own[0].offsets) + count <= model.config.max_position_embeddings
         )  # fmt: skip
 
     def _has_same_weights(self) -> bool:
@@ -137,7 +152,7 @@ class DecodeStep:
 
     def _fuse(self) -> None:
         """Fuse the weights of a decoder, and forget what was compiled with others."""
-        if isinstance(self.model, Decoder):
+        if isinstance(self.model, _DECODERS):
             self.model.fuse()
             self._windows = [getattr(layer.mixer, "window", None) for layer in self.model.layers]
         mx.eval(self.model.parameters())  # what is not evaluated would be computed again in each step
@@ -163,12 +178,12 @@ class DecodeStep:
         return [expected, *(array for cache in copies for array in cache.step_arrays)]
 
     def _step(self, layout: _Layout, caches: Sequence[KVCache | RecurrentCache]) -> Step:
-        """Return the function for a layout: compiled at once for one row of a decoder, else after a few uses."""
-        is_decoder = isinstance(self.model, Decoder)
+        """Return the function for a layout: compiled at once for one token of a decoder, else after a few uses."""
+        is_decoder = isinstance(self.model, _DECODERS)
         entry = self._steps.pop(layout, 0)
         if isinstance(entry, int):
             step = _make_step(self.model, layout, [(type(cache), _form(cache)) for cache in caches])
-            compiled = (is_decoder and caches[0].rows == 1) or entry >= _STEPS_BEFORE_TRACE
+            compiled = (is_decoder and layout[:2] == (1, 1)) or entry >= _STEPS_BEFORE_TRACE
             if compiled:
                 step = mx.compile(step)
             self._steps[layout] = step if compiled else entry + 1
@@ -183,15 +198,18 @@ class DecodeStep:
 # position that attention reads, and the one after the last; capacity of the buffers; bits of keys and of values; the
 # sliding window.
 _LayerLayout = tuple[int, int, int, int, int | None, int | None, int | None]
-_Layout = tuple[str, int, tuple[_LayerLayout | None, ...]]  # kernel mode, rows, layers (None: recurrent)
+# Rows, tokens of each, kernel mode, layers (None: recurrent).
+_Layout = tuple[int, int, str, tuple[_LayerLayout | None, ...]]
 # The quantization of keys and of values; or the number of arrays of a recurrent layer.
 _Form = list[tuple[int, int] | None] | int
 
 
-def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int | None]) -> tuple[_Layout, list[int]]:
-    """Make room for a token. Return the layout, and what changes with each token as numbers.
+def _describe(
+    caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int | None], count: int
+) -> tuple[_Layout, list[int]]:
+    """Make room for `count` tokens per row. Return the layout, and what changes with each step as numbers.
 
-    The numbers are the position in the text of each row's token, followed by those of each group of layers: the
+    The numbers are the position in the text of each row's next token, followed by those of each group of layers: the
     position in the buffers, and that of the first token of each row.
     """
     groups: dict[tuple[int, ...], int] = {}
@@ -202,23 +220,25 @@ def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int 
             cache.begin_step()
             layers.append(None)
             continue
-        end, starts, capacity = cache.begin_step()
+        end, starts, capacity = cache.begin_step(count)
         group = groups.setdefault((end, *starts), len(groups))
         span = spans.get((group, capacity, window))
         if span is None:
             first = min(starts) if window is None else max(min(starts), end + 1 - window)
-            span = spans[group, capacity, window] = first // STEP * STEP, min(capacity, round_length(end + 1))
+            span = spans[group, capacity, window] = first // STEP * STEP, min(capacity, round_length(end + count))
         layers.append((group, *span, capacity, cache.key_bits, cache.value_bits, window))
     rows = caches[0].rows
     offsets = next((cache.offsets for cache in caches if isinstance(cache, KVCache)), [0] * rows)
-    return (mode(), rows, tuple(layers)), [*offsets, *(n for group in groups for n in group)]
+    return (rows, count, mode(), tuple(layers)), [*offsets, *(n for group in groups for n in group)]
 
 
 class LayerStep:
     """The key-value cache of one layer inside of a step. That of a recurrent layer is the list of its arrays.
 
+    B is the number of rows, or that of tokens of the only row.
+
     Attributes:
-        offset: Position of each row's token, int32 `[B]`.
+        offset: Position of each token, int32 `[B]`.
         buffers: Those of keys and of values.
     """
 
@@ -246,14 +266,16 @@ class LayerStep:
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array | QuantizedKV, mx.array | QuantizedKV]:
         """Write keys and values `[B, H_kv, 1, D]`; return the part of the buffers that attention reads."""
-        index = self._shared.ends[self._group]
-        pairs = zip(self.buffers, (keys, values), strict=True)
+        index, sides = self._shared.indices[self._group], (keys, values)
+        if self._shared.count > 1:
+            sides = keys.swapaxes(0, 2), values.swapaxes(0, 2)
+        pairs = zip(self.buffers, sides, strict=True)
         self.buffers = [buffer.with_position(index, x) for buffer, x in pairs]
         return self.fetch()
 
     def fetch(self) -> tuple[mx.array | QuantizedKV, mx.array | QuantizedKV]:
         """Return the part of the buffers that attention reads, after the update of this step."""
-        key_buffer, value_buffer = self.buffers
+        key_buffer, value_buffer = (buffer.repeated(self._shared.count) for buffer in self.buffers)
         return key_buffer.read(self._first, self._end), value_buffer.read(self._first, self._end)
 
     def __iter__(self) -> Iterator[mx.array]:
@@ -265,22 +287,21 @@ class LayerStep:
         """The first key of each row, and the one after its last, int32 `[B, 2]`."""
 
         def compute() -> mx.array:
-            starts, end = self._starts, self._shared.ends[self._group]
-            ranges = mx.stack([starts, mx.broadcast_to(end + 1, starts.shape)], axis=1)
+            ranges = mx.stack(mx.broadcast_arrays(self._starts, self._shared.ends[self._group] + 1), axis=1)
             return mx.maximum(ranges - self._first, 0)
 
         return self._once("ranges", compute)
 
     @property
     def distances(self) -> mx.array:
-        """Return key position minus query position, int32 `[S]`."""
-        return self._once("distances", lambda: self._indices() - self._shared.ends[self._group])
+        """Return key position minus query position, int32 `[S]`; of several queries of a row, that of the first."""
+        return self._once("distances", lambda: self._indices() - self._shared.indices[self._group])
 
     def mask(self, window: int | None, heads: int = 1) -> mx.array:
         """Return which keys each row sees, bool `[B, heads, 1, S]`."""
 
         def compute() -> mx.array:
-            indices, end = self._indices(), self._shared.ends[self._group]
+            indices, end = self._indices(), self._shared.ends[self._group][:, None]
             visible = (indices <= end) & (indices >= self._starts[:, None])
             if window is not None:
                 visible = visible & (indices > end - window)
@@ -323,13 +344,24 @@ _LAYER_STEPS: dict[type, type[LayerStep]] = {
 
 
 class _Positions:
-    """The positions of a step as arrays, and what layers compute from them alike."""
+    """The positions of a step as arrays, and what layers compute from them alike.
 
-    def __init__(self, rows: int, state: mx.array):
-        self.offset = state[:rows]
-        numbers = range(rows, state.shape[0], 1 + rows)
-        self.ends = [state[i : i + 1] for i in numbers]
+    Attributes:
+        count: Tokens of each row.
+        offset: Position of each token in its text, int32 `[B]`.
+        indices: For each group of layers, the index of the first new token in the buffers, int32 `[1]`.
+        ends: That of the last key that a token sees, its own, int32 `[1]`; `[B]` for several tokens of a row.
+        starts: That of the first token of each row.
+    """
+
+    def __init__(self, rows: int, count: int, state: mx.array):
+        self.count, numbers = count, range(rows, state.shape[0], 1 + rows)
+        self.indices = [state[i : i + 1] for i in numbers]
         self.starts = [state[i + 1 : i + 1 + rows] for i in numbers]
+        self.offset, self.ends = state[:rows], self.indices
+        if count > 1:
+            following = mx.arange(count, dtype=mx.int32)
+            self.offset, self.ends = self.offset + following, [index + following for index in self.indices]
         self._results: dict[tuple[Any, ...], Any] = {}
 
     def once(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
@@ -357,11 +389,14 @@ def _recurrent_state(kind: type, arrays: list[mx.array]) -> Any:
 
 
 def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _Form]]) -> Step:
-    """Return the function of tokens, positions and the arrays of all caches: logits, and the new arrays."""
-    _, rows, layers = layout
+    """Return the function of tokens, positions and the arrays of all caches: logits, and the new arrays.
+
+    Between them, that of a `Decoder` returns the hidden states.
+    """
+    rows, count, _, layers = layout
 
     def step(tokens: mx.array, state: mx.array, *arrays: mx.array) -> list[mx.array]:
-        positions, rest = _Positions(rows, state), iter(arrays)
+        positions, rest = _Positions(rows, count, state), iter(arrays)
         caches: list[Any] = []
         for layer, (kind, form) in zip(layers, forms, strict=True):
             if isinstance(form, int):
@@ -370,16 +405,16 @@ def _make_step(model: nn.Module, layout: _Layout, forms: Sequence[tuple[type, _F
             elif layer is not None:
                 buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
                 caches.append(_LAYER_STEPS[kind](positions, layer, buffers))
-        if isinstance(model, Decoder):
-            logits = model.decode(tokens[:, 0], caches)
+        if isinstance(model, _DECODERS):
+            results = list(model.decode(tokens.flatten(0, 1), caches))
         else:
-            logits = model(tokens, cache=caches)[:, -1]
-        return [logits, *(array for cache in caches for array in cache)]
+            results = [model(tokens, cache=caches)[:, -1]]
+        return [*results, *(array for cache in caches for array in cache)]
 
     return step
 
 
-def _is_supported(model: Decoder, caches: Sequence[KVCache | RecurrentCache]) -> bool:
+def _is_supported(model: Decoder | MTPModule, caches: Sequence[KVCache | RecurrentCache]) -> bool:
     """Whether a step of these caches can be compiled."""
     return all(
         isinstance(cache, RecurrentCache)

@@ -83,6 +83,8 @@ class _Pass:
         certain: Whether rounding can't change them, bool like `tokens`; None if a row was computed alone.
         snapshots: The state of each row's sampler before the draw; None if it doesn't need to be restored.
         draft: The drafted tokens that were read.
+        hidden_states: Those of the model from which the tokens are drawn, `[B, hidden]` or `[k + 1, hidden]`, if a
+            drafter may read them.
         timed: Whether its time says what such a pass costs.
     """
 
@@ -90,6 +92,7 @@ class _Pass:
     certain: mx.array | None
     snapshots: list[SamplerSnapshot | None]
     draft: Draft | None = None
+    hidden_states: mx.array | None = None
     timed: bool = False
 
     @classmethod
@@ -243,7 +246,8 @@ class Batch(Generic[AnyRow]):
             if certain is not None:
                 certain = mx.put_along_axis(mx.ones(len(self.rows), mx.bool_), indices, certain, axis=0)
         async_eval(tokens if certain is None else (tokens, certain))
-        return _Pass(tokens, certain, snapshots)
+        hidden_states = None if self._drafting is None else self._step.hidden_states
+        return _Pass(tokens, certain, snapshots, hidden_states=hidden_states)
 
     def _read(self, last: _Pass, fed: bool) -> tuple[int, dict[AnyRow, list[Any]]]:
         """Append the tokens of `last` to their texts.
@@ -274,7 +278,7 @@ class Batch(Generic[AnyRow]):
                 if caches:
                     alone[row] = caches
             if self._drafting is not None and last.draft is None:
-                self._drafting.read_token(tokens[0])
+                self._drafting.read_token(tokens[0], last.hidden_states)
             for token in tokens:
                 row.accept(token)
                 num_read += 1
@@ -316,18 +320,19 @@ class Batch(Generic[AnyRow]):
             return self._draw(self._forward(mx.array([row.last_token], mx.int32)))
         tokens = mx.concatenate([mx.array([row.last_token], mx.int32), proposed])
         row.num_held += tokens.size
-        logits = self._step.model(tokens[None], cache=self.caches)[0]
+        logits = self._step(tokens[None], self.caches)
         if row.sampler.needs_last_token:
             async_eval(logits)  # while the tokens that the constraint allows are computed
+        hidden_states = self._step.hidden_states
         sampled, certain = row.sampler.verify_draft(logits, proposed, self._margin)
         async_eval(sampled if certain is None else (sampled, certain))
-        return _Pass(sampled, certain, [None], Draft(proposed, logits), timed=drafting.is_timed)
+        return _Pass(sampled, certain, [None], Draft(proposed, logits), hidden_states, timed=drafting.is_timed)
 
     def _read_draft(self, draft: Draft, last: _Pass) -> list[int]:
         """The tokens that a pass over a draft decides; the caches then hold all of them but the last."""
         assert self._drafting is not None
         row = self.rows[0]
-        tokens, surplus = self._drafting.read_draft(draft, last.tokens, last.certain, row.sampler)
+        tokens, surplus = self._drafting.read_draft(draft, last.tokens, last.certain, row.sampler, last.hidden_states)
         row.num_held -= surplus
         for cache in self.caches if surplus else ():
             cache.trim(surplus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import KVCache, KVOptions
 from mlxlm.cache.recurrent_cache import MAX_UNDO, RecurrentCache
 from mlxlm.generation.context import Context
@@ -29,11 +29,16 @@ class DraftState(Protocol):
     last_draft_matched: bool | None
 
     @property
-    def num_unread(self) -> int:
-        """How many tokens the next draft has to read first."""
+    def is_behind(self) -> bool:
+        """Whether the next draft has more tokens to read first than after a round."""
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Append the next `tokens` of the text."""
+    def read(self, tokens: Sequence[int], hidden_states: mx.array | None = None) -> None:
+        """Append the next `tokens` of the text.
+
+        Args:
+            tokens: Token ids.
+            hidden_states: Those of the model from which the tokens were drawn, `[n, hidden]`, if it has them.
+        """
 
     def propose(self, count: int, sampler: Sampler, vocab_size: int) -> mx.array | None:
         """Draft the next tokens.
@@ -54,8 +59,8 @@ class DraftState(Protocol):
 class Drafter(Protocol):
     """Where drafts come from."""
 
-    def begin(self, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
-        """Start to draft the text after `prompt`, whose caches have the options `kv`.
+    def begin(self, model: nn.Module, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
+        """Start to draft the text of `model` after `prompt`, whose caches have the options `kv`.
 
         Raises:
             GenerationError: That is impossible.
@@ -90,7 +95,7 @@ class PromptLookup:
     counts.
     """
 
-    def begin(self, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
+    def begin(self, model: nn.Module, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
         """Start with the n-grams of the prompt."""
         state = _PromptLookupState()
         state.read(prompt)
@@ -103,12 +108,12 @@ class PromptLookup:
 class _PromptLookupState:
     def __init__(self) -> None:
         self.last_draft_matched: bool | None = False
-        self.num_unread = 0
+        self.is_behind = False
         self._ids: list[int] = []
         self._positions: dict[tuple[int, ...], list[int]] = {}  # the positions after each pair, the latest last
         self._match = 0  # the position after the matched suffix; 0 for none
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int], hidden_states: mx.array | None = None) -> None:
         ids = self._ids
         for token in tokens:
             self.last_draft_matched = self._match > 0 and ids[self._match] == token
@@ -170,7 +175,7 @@ class DraftModel:
                 "a smaller model of the same family, trained with the same tokenizer",
             )
 
-    def begin(self, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
+    def begin(self, model: nn.Module, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
         """Start to draft a text. Raises GenerationError if the draft model's cache can't be trimmed."""
         context_length = self.lm.config.max_position_embeddings
         kv = KVOptions() if kv.size is None else KVOptions(size=min(kv.size, context_length), keep=kv.keep)
@@ -200,10 +205,10 @@ class _DraftModelState:
         self._draft: mx.array | None = None  # the last draft; the caches hold it except for its last token
 
     @property
-    def num_unread(self) -> int:
-        return len(self._unread)
+    def is_behind(self) -> bool:
+        return len(self._unread) > 2  # the last token of a draft that was accepted, and the one after it
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int], hidden_states: mx.array | None = None) -> None:
         self._unread.extend(tokens[self._trim_draft(tokens) :])
 
     def _trim_draft(self, tokens: Sequence[int]) -> int:
@@ -251,17 +256,21 @@ class _DraftModelState:
     def _sample(self, tokens: mx.array, sampler: Sampler, vocab_size: int, draft: list[mx.array]) -> mx.array | None:
         """Read `tokens`, append the next token to `draft` and return it; None if nothing can follow it."""
         logits = _pad_vocab(self._context.model(tokens[None], cache=self._context.caches)[:, -1], vocab_size)
-        token = mx.maximum(sampler(logits), 0)  # logits that aren't finite give a wrong guess
-        draft.append(async_eval(token))
-        if sampler.needs_last_token:
-            sampler.accept(token.item())
-            if sampler.ended:
-                return None
-        return token
+        draft.append(sample_draft(logits, sampler))
+        return None if sampler.needs_last_token and sampler.ended else draft[-1]
 
     def close(self) -> None:
         self._trim_draft(())
         self._release(self._context)
+
+
+def sample_draft(logits: mx.array, sampler: Sampler) -> mx.array:
+    """Draw a token, int32 `[1]`, from logits `[1, V]` with a fork of the text's sampler; being computed."""
+    token = mx.maximum(sampler(logits), 0)  # logits that aren't finite give a wrong guess
+    async_eval(token)
+    if sampler.needs_last_token:
+        sampler.accept(token.item())
+    return token
 
 
 def _pad_vocab(logits: mx.array, vocab_size: int) -> mx.array:

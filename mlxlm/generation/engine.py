@@ -122,7 +122,7 @@ class Engine:
             lm.check_whole("speculative decoding")
             if not isinstance(speculation, SpeculativeDecoder):
                 raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")
-            speculation.drafter.check(lm)
+            speculation.check(lm)
         self.lm = replace(lm)  # its own, so that a model and its engines are freed together
         self.kv = kv or KVOptions()
         self.batch_size, self._max_waiting, self._speculates = batch_size, max_waiting, speculation is not None

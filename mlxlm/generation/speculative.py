@@ -16,18 +16,19 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import KVOptions
 from mlxlm.generation.context import UNLIMITED
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
+from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.result import MEASURING, SpeculationStats
 from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
 PLAIN_STEPS = 4  # measured as one time: single plain steps overlap, so that their times say little
-INITIAL_LENGTH = 4  # maximum draft length at first; later, twice the longest measured one
+INITIAL_LENGTH = 1  # maximum draft length at first, when a wrong guess costs least; then twice the longest measured one
 MIN_SAMPLES = 2  # times of a draft length before it counts as known: the first may include a compilation
 RECENT_SAMPLES = 8  # times of a draft length that count, by their median
 MAX_AGE = 256  # passes after which a time no longer counts: a longer context costs more
 DECAY = 0.97  # weight of an outcome after each later one: about the last 33 count
-PRIOR_RATE, PRIOR_WEIGHT = 0.7, 4.0  # the acceptance rate assumed at first, and how many outcomes it counts for
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # the acceptance rate assumed at first, and how many outcomes it counts for
 INITIAL_ACCEPTANCE = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT, 0  # accepted, weight, and number of outcomes
 PROVEN = 16  # outcomes after which rounds that pay reset the next pause to the shortest
 MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
@@ -92,15 +93,18 @@ class DraftLengthController:
             return 0
         self._has_new_outcome = False
         longest = min(self._max_length, max(INITIAL_LENGTH, 2 * max(times)))
-        speedups = [self._expected_tokens(k) * times[0] / _interpolate(times, k) for k in range(longest + 1)]
-        best = max(range(longest + 1), key=speedups.__getitem__)
+        # Powers of two: each length has compiled passes of its own, and needs measurements.
+        lengths = [k for k in range(longest + 1) if k & (k - 1) == 0]
+        speedups = {k: self._expected_tokens(k) * times[0] / _interpolate(times, k) for k in lengths}
+        best = max(lengths, key=speedups.__getitem__)
         if best and self._pause:
             self._end_pause()
         elif best == 0 and not self._pause:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+            speedup = max(speedups[k] for k in lengths if k)
             self.reason = (
                 f"drafts don't pay: with {self.acceptance_rate:.0%} of them accepted, rounds give "
-                f"{max(speedups[1:]):.2g} x the tokens/s of plain steps; next try after {self._pause} tokens"
+                f"{speedup:.2g} x the tokens/s of plain steps; next try after {self._pause} tokens"
             )
         elif best and self._num_outcomes >= PROVEN:
             self._next_pause = SHORTEST_PAUSE
@@ -150,27 +154,34 @@ class SpeculativeDecoder:
     it, a plain step decides: see `sample_with_certainty` and `margin_for`.
 
     How many tokens are drafted, and whether any, depends on measured times: see `DraftLengthController`. A drafter
-    without cost (prompt lookup) is also compared with plain steps, and drafts only if its last guess was right.
+    without cost (prompt lookup) is also compared with plain steps, and drafts only if its last guess was right. Of
+    several drafters, the first that has a guess and pays drafts.
 
     One decoder serves the texts of one model, one after another or concurrently.
 
     Attributes:
-        drafter: Where drafts come from.
+        drafters: Where drafts come from.
         stats: The statistics of the text that began last.
     """
 
-    def __init__(self, drafter: Drafter, num_draft_tokens: int = 8):
-        """Decode with `drafter`. Raises GenerationError for an invalid `num_draft_tokens`."""
+    def __init__(self, drafter: Drafter, *others: Drafter, num_draft_tokens: int = 8):
+        """Decode with these drafters. Raises GenerationError for an invalid `num_draft_tokens`."""
         if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise GenerationError(f"num_draft_tokens is {num_draft_tokens}", f"1 to {MAX_DRAFT_TOKENS}, such as 8")
-        self.drafter = drafter
+        self.drafters = [drafter, *others]
         self.stats = SpeculationStats()
-        self._draft_length = DraftLengthController(num_draft_tokens)
+        self._draft_lengths = [DraftLengthController(num_draft_tokens) for _ in self.drafters]
+
+    def check(self, lm: LoadedModel) -> None:
+        """Raise GenerationError if the drafts can't be used for `lm`."""
+        for drafter in self.drafters:
+            drafter.check(lm)
 
     def begin(self, model: nn.Module, kv: KVOptions, ids: Sequence[int]) -> Drafting:
         """Start to draft the text after `ids`. Raises GenerationError if that is impossible."""
         self.stats = SpeculationStats()
-        return Drafting(model, self.drafter.begin(kv, ids), self._draft_length, self.stats)
+        states = [drafter.begin(model, kv, ids) for drafter in self.drafters]
+        return Drafting(model, list(zip(states, self._draft_lengths, strict=True)), self.stats)
 
 
 @dataclass
@@ -195,9 +206,11 @@ class Drafting:
     """
 
     def __init__(
-        self, model: nn.Module, state: DraftState, draft_length: DraftLengthController, stats: SpeculationStats
+        self, model: nn.Module, sources: list[tuple[DraftState, DraftLengthController]], stats: SpeculationStats
     ):
-        self._state, self._draft_length, self.stats = state, draft_length, stats
+        """`sources`: in order of preference."""
+        self._sources, self.stats = sources, stats
+        self._state, self._draft_length = sources[0]  # the source of the last or next draft
         self._max_length = _max_speculative_length(model)
         self._must_step = False  # the next token is decided by a pass over the last token alone
         self._read_time: float | None = None
@@ -205,13 +218,17 @@ class Drafting:
 
     def next_length(self, caches: Sequence[Any], num_held: int) -> int:
         """How many tokens the next draft may have, after `num_held` tokens in the caches."""
-        length, reason = self._draft_length.next_draft_length(), self._draft_length.reason
+        length, reason = 0, "the drafter has no guess of what comes next"
+        for source in self._sources:
+            self._state, self._draft_length = source
+            if self._state.last_draft_matched is not False:
+                length, reason = self._draft_length.next_draft_length(), self._draft_length.reason
+            if length:
+                break
         if num_held + 2 > self._max_length:
             length, reason = 0, "the model's positions depend on how many tokens are read at once here"
         elif max_trimmable_tokens(caches, 2) < 2:
             length, reason = 0, "the key-value cache can't be trimmed here"
-        elif length and self._state.last_draft_matched is False:
-            length, reason = 0, "the drafter has no guess of what comes next"
         self.stats.reason = None if length else reason
         return length
 
@@ -235,7 +252,7 @@ class Drafting:
         length = min(length, max_trimmable_tokens(caches, length + 1) - 1)
         if length < 1:
             return None
-        is_timed = self._state.num_unread <= 2
+        is_timed = not self._state.is_behind
         draft = self._state.propose(length, sampler, vocab_size)
         if draft is not None:
             self.is_timed = is_timed
@@ -243,15 +260,21 @@ class Drafting:
             self.stats.proposed += draft.size
         return draft
 
-    def read_token(self, token: int) -> None:
-        """Note the token of a plain step."""
-        had_guess = self._state.last_draft_matched
-        self._state.read([token])
-        if had_guess and (matched := self._state.last_draft_matched) is not None:
-            self._draft_length.record_acceptance(int(matched), int(not matched))
+    def read_token(self, token: int, hidden_states: mx.array | None) -> None:
+        """Note the token of a plain step, and the hidden states `[1, hidden]` from which it was drawn."""
+        for state, draft_length in self._sources:
+            had_guess = state.last_draft_matched
+            state.read([token], hidden_states)
+            if had_guess and (matched := state.last_draft_matched) is not None:
+                draft_length.record_acceptance(int(matched), int(not matched))
 
     def read_draft(
-        self, draft: Draft, sampled: mx.array, certain: mx.array | None, sampler: Sampler
+        self,
+        draft: Draft,
+        sampled: mx.array,
+        certain: mx.array | None,
+        sampler: Sampler,
+        hidden_states: mx.array | None = None,
     ) -> tuple[list[int], int]:
         """Accept the drafted tokens that equal the sampled ones, up to one that isn't certain.
 
@@ -260,6 +283,7 @@ class Drafting:
             sampled: What the model samples after the last token and each of the draft's, int32 `[k + 1]`.
             certain: Whether rounding can't change these, bool `[k + 1]`; None if all are certain.
             sampler: That of the text, which advances by the tokens that are accepted.
+            hidden_states: Those from which the tokens are sampled, `[k + 1, hidden]`.
 
         Returns:
             The tokens, of which the last is not a drafted one if all are certain; and how many of the last tokens in
@@ -282,19 +306,23 @@ class Drafting:
         # A token that isn't certain costs as much as a rejected one: with typical sampling, no draft pays.
         self._draft_length.record_acceptance(num_accepted, int(num_accepted < len(drafted)))
         tokens = tokens[:num_certain]
-        self._state.read(tokens)
+        for state, _ in self._sources:
+            state.read(tokens, None if hidden_states is None else hidden_states[: len(tokens)])
         return tokens, len(drafted) + 1 - len(tokens)
 
     def record_time(self, draft_length: int, timed: bool) -> None:
         """Note that a pass was read now; `timed` if the time since the last one is what such a pass costs."""
         now = time.perf_counter()
         if timed and self._read_time is not None:
-            self._draft_length.record_time(draft_length, now - self._read_time)
+            sources = [self._draft_length] if draft_length else [each for _, each in self._sources]
+            for source in sources:
+                source.record_time(draft_length, now - self._read_time)
         self._read_time = now
 
     def close(self) -> None:
         """End the text."""
-        self._state.close()
+        for state, _ in self._sources:
+            state.close()
 
 
 def _max_speculative_length(model: nn.Module) -> int:

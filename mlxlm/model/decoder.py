@@ -270,12 +270,15 @@ class Decoder(nn.Module):
                 layer.unfuse()
         return super().train(mode)
 
-    def decode(self, tokens: mx.array, cache: Any) -> mx.array:
-        """Compute the logits `[B, V]` of one token per row, int `[B]`, after `fuse`.
+    def decode(self, tokens: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Compute the logits `[..., V]` and the hidden states `[..., hidden]` after the final norm.
 
-        See `mlxlm.generation.decode_step`, which makes the `cache`: it can be compiled.
+        Args:
+            tokens: int `[B, T]`; or `[B]`, one per row, after `fuse`: a step that can be compiled.
+            cache: The caches of the layers; in a step, those that `mlxlm.generation.decode_step` makes.
         """
-        return self.head(self.model(tokens, cache))
+        hidden_states = self.model(tokens, cache)
+        return self.head(hidden_states), hidden_states
 
     def head(self, x: mx.array) -> mx.array:
         """Compute logits `[B, T, V]` from the hidden states `[B, T, hidden]` after the final norm."""

@@ -114,7 +114,6 @@ def test_suffix(run, lm, tmp_path):
         (["-p", "x", "--kv-bits", "3"], 2, "it must be one of 8, 4"),
         (["-p", "x", "--max-kv-size", "0"], 2, "size is 0"),
         (["-p", "x", "--draft-model", ""], 1, "the model name is empty"),
-        (["-p", "x", "--draft-model", "y", "--prompt-lookup"], 2, "either --draft-model or --prompt-lookup"),
         (["-p", "x", "--prompt-lookup", "--num-samples", "2"], 2, "--prompt-lookup needs a single text"),
         (["-p", "x", "--prompt-lookup", "--deterministic"], 2, "--deterministic excludes --draft-model"),
         (["-p", "x", "--prompt-cache-file", "y", "--deterministic"], 2, "--deterministic excludes"),

@@ -8,19 +8,19 @@ from mlxlm.model import Decoder
 class Oracle:
     """Proposes the text that is to come, with every `wrong`-th token (0: none) another one; at most `count` a time."""
 
-    last_draft_matched, num_unread = None, 0
+    last_draft_matched, is_behind = None, False
 
     def __init__(self, text, wrong=0):
         self.text, self.wrong, self.position = text, wrong, 0
 
-    def begin(self, kv, prompt):
+    def begin(self, model, kv, prompt):
         self.position = 0
         return self
 
     def check(self, lm):
         pass
 
-    def read(self, known):
+    def read(self, known, hidden_states=None):
         for token in known:
             if self.position < len(self.text):  # behind its end, more may be drawn before it is closed
                 assert token == self.text[self.position]
@@ -56,7 +56,7 @@ class FixedLength:
 def always(drafter, count):
     """A SpeculativeDecoder that always drafts `count` tokens."""
     speculation = SpeculativeDecoder(drafter, num_draft_tokens=count)
-    speculation._draft_length = FixedLength(count)
+    speculation._draft_lengths = [FixedLength(count)]
     return speculation
 
 

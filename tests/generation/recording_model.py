@@ -56,11 +56,19 @@ class RecordingModel(Decoder):
         return self._pauses[call]
 
     def __call__(self, ids, cache=None):
+        self._note(ids)
+        return super().__call__(ids, cache=cache)
+
+    def decode(self, ids, cache):
+        if ids.ndim == 2:  # else it is a step, which may be compiled
+            self._note(ids)
+        return super().decode(ids, cache)
+
+    def _note(self, ids):
         if len(self._calls) in self._pauses:
             self._pauses[len(self._calls)].hold()
         self._calls.append(tuple(ids.shape))
         self._tokens.append(ids.tolist() if ids.shape[1] > 1 else None)  # those of decoding steps aren't computed yet
-        return super().__call__(ids, cache=cache)
 
 
 def recording(lm, **changes):

@@ -183,6 +183,23 @@ def test_each_kind_of_cache(kind, model):
     trio.decode(60, atol=2e-5 if "bits" not in kind else 1e-2)
 
 
+@pytest.mark.parametrize(("kind", "cache"), [*((kind, "default") for kind in MODELS), *(("llama", c) for c in CACHES)])
+def test_several_tokens_of_a_row(kind, cache):
+    """Like the model, which reads them at once; with a last token that is trimmed, as after a rejected draft."""
+    model = make(**MODELS[kind])
+    caches, step = prefilled(model, CACHES[cache], tokens_of(1, 5)), DecodeStep(model)
+    expected_caches = [cache.copy() for cache in caches]
+    for seed, count in enumerate([3, 2, 4, 4, 4, 4, 1, 4]):  # the fourth of a size is compiled
+        count = min(count, getattr(caches[0], "max_update_size", None) or count)
+        tokens = tokens_of(1, count, seed)
+        assert step._can_compile(caches, count) == (kind != "lfm 2" or count == 1)
+        found, expected = step(tokens, caches), model(tokens, cache=expected_caches)[0]
+        assert_close(found, expected, 1e-4 if "bits" not in cache else 1e-2)
+        if cache == "default" and count > 1:
+            for one in (*caches, *expected_caches):
+                one.trim(1)
+
+
 def test_hundreds_of_tokens_with_growth_trim_merge_select_and_row():
     model = make(sliding_window=40, layer_types=("sliding_attention", "full_attention"))
     trio = Trio(model, prefilled(model, KVOptions(), tokens_of(1, 200)))
@@ -201,7 +218,7 @@ def test_hundreds_of_tokens_with_growth_trim_merge_select_and_row():
 
 def test_ranges_are_the_keys_of_the_mask():
     """A Metal kernel reads the range, MLX's operations the mask: both relative to the part that attention reads."""
-    shared = _Positions(2, mx.array([700, 90, 701, 0, 612], mx.int32))
+    shared = _Positions(2, 1, mx.array([700, 90, 701, 0, 612], mx.int32))
     step = LayerStep(shared, (0, 512, 768, 1024, None, None, None), [])
     positions = np.arange(512, 768)
     expected = np.stack([positions <= 701, (positions >= 612) & (positions <= 701)])

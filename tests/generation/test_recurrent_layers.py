@@ -61,7 +61,7 @@ def test_texts_with_drafts_are_those_without(models, kind, options):
         same(engine.submit(wanted).result(), expected)
         stats, wrong = speculation.stats, getattr(drafter, "wrong", 0)
         assert stats.rounds > 2 and stats.proposed > stats.accepted and (stats.accepted > 3) == (wrong != 1)
-    speculation.drafter = Oracle([])
+    speculation.drafters = [Oracle([])]
     result = engine.submit(request([*wanted.prompt, *expected.tokens, 9], **options)).result()
     assert result.cached_tokens >= len(wanted.prompt) + len(expected.tokens) - 1
 

@@ -12,7 +12,7 @@ from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.speculative import MAX_DRAFT_TOKENS, SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
-from tests.generation.fake_drafters import Oracle, always, perturbed
+from tests.generation.fake_drafters import FixedLength, Oracle, always, perturbed
 from tests.generation.reference_decoding import (
     PROMPT,
     STATE_SPACE,
@@ -113,7 +113,7 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
         assert stream.result().tokens == wanted.tokens
         # The rest of the round is forgotten, and all of the text is kept.
         longer = [*PROMPT, *wanted.tokens, 50]
-        speculation.drafter = Oracle([])
+        speculation.drafters = [Oracle([])]
         again = engine.submit(Request(longer, GenerationOptions(temperature=0, max_tokens=5))).result()
         assert again.cached_tokens == len(longer) - 1
         assert again.tokens == text(soft, None, prompt=longer, temperature=0, max_tokens=5)[1].tokens
@@ -211,6 +211,29 @@ def test_measured_draft_lengths(soft):
         assert stats is speculation.stats and stats.accepted <= stats.proposed
         assert stats.active or stats.reason
         assert stats.acceptance_rate is None if not stats.proposed else 0 <= stats.acceptance_rate <= 1
+
+
+class Outcomes(FixedLength):
+    """Also notes how many drafted tokens were accepted."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.accepted = 0
+
+    def record_acceptance(self, accepted, rejected):
+        self.accepted += accepted
+
+
+def test_the_second_drafter_drafts_where_the_first_has_no_guess(soft):
+    options = {"temperature": 0, "max_tokens": 60}
+    _, wanted = text(soft, None, **options)
+    speculation = SpeculativeDecoder(PromptLookup(), Oracle(wanted.tokens, wrong=5))
+    speculation._draft_lengths = first, second = Outcomes(3), Outcomes(4)
+    _, found = text(soft, speculation, **options)
+    assert found.tokens == wanted.tokens
+    assert first.accepted > 2 and second.accepted > 2
+    first.count = second.accepted = 0  # as in a pause
+    assert text(soft, speculation, **options)[1].tokens == wanted.tokens and second.accepted > 40
 
 
 CACHES = {
