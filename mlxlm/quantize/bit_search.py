@@ -174,7 +174,8 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
     _check_reachable(source, smallest, settings)  # before minutes of measurements
     progress = partial(job.progress, "measuring what rounding costs")
     windows = job.texts.calibration_windows
-    sensitivities = estimate_sensitivities(source.checkpoint_16bit, formats, windows, progress)
+    compensated = settings.method == "gptq"
+    sensitivities = estimate_sensitivities(source.checkpoint_16bit, formats, windows, progress, compensated=compensated)
     if settings.max_kl is not None:
         return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)
     if settings.target_bpw is not None:
@@ -182,8 +183,6 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
         plan = fit_to_size(plan, sensitivities, limit)
     elif settings.max_size is not None:
         plan = _plan_for_size(source, plan, sensitivities, settings.max_size)
-    else:
-        plan = fit_to_size(plan, sensitivities, plan.nbytes())
     return plan, quantize_tensors(job, plan, scratch)
 
 

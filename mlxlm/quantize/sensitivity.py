@@ -18,7 +18,7 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.quantization import Format
-from mlxlm.quantize.calibrate import get_submodule
+from mlxlm.quantize.calibrate import get_submodule, second_moments
 from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.layers import Layers, layers_of
 from mlxlm.quantize.quantization_plan import Matrix
@@ -28,8 +28,9 @@ from mlxlm.utils.errors import CheckpointError
 # Matrix -> format -> increase of the KL divergence, in nats per token, if only this matrix is quantized.
 Sensitivities = Mapping[str, Mapping[Format, float]]
 
-TOKENS = 1024
+TOKENS = 2048
 WINDOW_TOKENS = 128  # shorter than for calibration: the logits of a window are in memory at once
+_DAMPING = 0.1  # of moments of fewer tokens than calibration has
 _ROWS = 256  # of a matrix that are rounded, drawn by importance
 _MIN_COST = 1e-12  # nats per token: matrices without a measurable cost get more bits, too, if there is room
 
@@ -39,8 +40,10 @@ def estimate_sensitivities(
     formats: Mapping[Matrix, Sequence[Format]],
     windows: np.ndarray,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    compensated: bool = False,
 ) -> Sensitivities:
-    """Estimate the KL divergence that each matrix costs in each format, if it is rounded to nearest.
+    """Estimate the KL divergence that each matrix costs in each format.
 
     Memory: one layer with its gradients, and the hidden states of `TOKENS` tokens before each layer.
 
@@ -49,6 +52,7 @@ def estimate_sensitivities(
         formats: The formats to try for each matrix.
         windows: Tokens, int `[N, T]`.
         progress: Called as `progress(done, total)` after each layer, forward and backward.
+        compensated: Whether columns compensate for each other's errors, as in GPTQ; else they are rounded to nearest.
 
     Returns:
         The costs of matrices in layers, of the embedding and of the head. Others can't be measured and are left out.
@@ -71,13 +75,15 @@ def estimate_sensitivities(
         for module, x in model.head_inputs(0, last).items():
             weight = checkpoint.tensors[f"{module}.weight"]
             if weight.shape[0] == len(logit_squares):
-                costs.add(module, weight.read(), logit_squares, _squares(x) / tokens.size)
+                share = _remaining_share(x) if compensated else 1.0
+                costs.add(module, weight.read(), share * logit_squares, _squares(x) / tokens.size)
         for index, name in reversed(list(enumerate(model.names))):
             layer = model.load(index)
             if isinstance(checkpoint, ModuleCheckpoint):
                 layer.train()  # recurrent layers have kernels without a gradient for inference
             modules = {module: get_submodule(layer, module[len(name) + 1 :]) for module in costs.modules_of(name)}
-            gradient, found = _backward(modules, partial(model.run, layer, index, 0), states.pop(), gradient)
+            run = partial(model.run, layer, index, 0)
+            gradient, found = _backward(modules, run, states.pop(), gradient, compensated)
             for module, rows, columns in found:
                 costs.add(module, modules[module].weight, rows, columns)
             del layer, modules  # before the next one is read
@@ -135,7 +141,11 @@ def _head_gradients(model: Layers, state: mx.array) -> tuple[mx.array, np.ndarra
 
 
 def _backward(
-    modules: Mapping[str, nn.Module], run: Callable[[mx.array], mx.array], state: mx.array, gradient: mx.array
+    modules: Mapping[str, nn.Module],
+    run: Callable[[mx.array], mx.array],
+    state: mx.array,
+    gradient: mx.array,
+    compensated: bool,
 ) -> tuple[mx.array, list[tuple[str, np.ndarray, np.ndarray]]]:
     """Propagate gradients through a layer.
 
@@ -144,6 +154,7 @@ def _backward(
         run: The layer.
         state: Its input.
         gradient: Of its output.
+        compensated: See `estimate_sensitivities`.
 
     Returns:
         The gradient of `state`; and for each call of one of `modules` its name, the squares of the row's factor and
@@ -180,9 +191,24 @@ def _backward(
         outputs = squares.reshape(-1, squares.shape[-1]).sum(axis=0)
         inputs = (sizes * mx.square(_float32(x))).reshape(-1, x.shape[-1]).sum(axis=0) / mx.maximum(sizes.sum(), 1e-30)
         rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
-        found.append((name, np.array(rows, np.float64), np.array(columns, np.float64)))
+        share = _remaining_share(x) if compensated and modules[name].weight.ndim == 2 else 1.0
+        found.append((name, share * np.array(rows, np.float64), np.array(columns, np.float64)))
     mx.eval(below)
     return below, found
+
+
+def _remaining_share(x: mx.array) -> float:
+    """The share of a matrix's squared output error that is left by GPTQ, of the one by rounding to nearest.
+
+    The mean of LDLQ's conditional variances of the inputs `[..., width]` over the mean of their variances. For a model
+    of 135M parameters with 4 bits, it makes of 0.42 an estimate of 0.137; 0.128 was measured.
+    """
+    moments = second_moments(x.reshape(-1, x.shape[-1]).astype(mx.float32))
+    mean = np.mean(np.diag(moments))
+    if mean == 0:
+        return 1.0
+    damped = moments / mean + _DAMPING * np.eye(len(moments), dtype=np.float32)
+    return float(np.square(np.diag(np.linalg.cholesky(damped[::-1, ::-1]))).mean() / (1 + _DAMPING))
 
 
 def _float32(x: mx.array) -> mx.array:

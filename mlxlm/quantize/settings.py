@@ -22,20 +22,18 @@ _output = partial(option, section="Output")
 class QuantizationSettings:
     """How to quantize, calibrate, evaluate and verify.
 
-    At most one of `bits`, `recipe`, `max_size`, `target_bpw` and `max_kl` chooses the bits. Without one, each matrix
-    gets the bits and the group size that lose least, in the size of 4 bits for all; with `method` "rtn", all get 4
-    bits. A matrix whose width `group_size` doesn't divide gets the largest smaller size that does, or stays in 16 bits.
-    `method` "rtn" gives exactly what mlx_lm.convert gives for a 16-bit source, if `mode` is affine.
+    At most one of `bits`, `recipe`, `max_size`, `target_bpw` and `max_kl` chooses the bits; without one, all matrices
+    get the default bits of the mode. A matrix whose width `group_size` doesn't divide gets the largest smaller size
+    that does, or stays in 16 bits. `method` "rtn" gives exactly what mlx_lm.convert gives for a 16-bit source, if
+    `mode` is affine.
     """
 
-    bits: int | None = _bits(
-        None, "Bits of all matrices.", common=True, choices=BITS, default_text="chosen per matrix, 4.5 per weight"
-    )
+    bits: int | None = _bits(None, "Bits of all matrices.", common=True, choices=BITS, default_text="4")
     group_size: int | None = _bits(
         None,
         "Weights that share a scale. Smaller groups are more precise and larger.",
         choices=GROUP_SIZES,
-        default_text="64, or chosen with the bits",
+        default_text="64; chosen with the bits, if they are",
     )
     mode: str = _bits(
         "affine",
@@ -93,9 +91,7 @@ class QuantizationSettings:
     @property
     def searches_bits(self) -> bool:
         """Whether the bits of each matrix are chosen by what they cost."""
-        if any(getattr(self, name) is not None for name in _SEARCHES):
-            return True
-        return self.mode == "affine" and self.method != "rtn" and self.bits is None and self.recipe is None
+        return any(getattr(self, name) is not None for name in _SEARCHES)
 
     @property
     def needs_calibration_text(self) -> bool:

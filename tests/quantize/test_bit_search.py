@@ -100,10 +100,10 @@ measured = {}
 def sensitivities_measured_once(monkeypatch):
     """Searches in the same model and text share their measurements, which take longest."""
 
-    def cached(checkpoint, formats, windows, progress):
-        key = (checkpoint.path, windows.tobytes(), str(formats), sensitivity._Costs.add)
+    def cached(checkpoint, formats, windows, progress, compensated):
+        key = (checkpoint.path, windows.tobytes(), str(formats), compensated, sensitivity._Costs.add)
         if key not in measured:
-            measured[key] = estimate_sensitivities(checkpoint, formats, windows, progress)
+            measured[key] = estimate_sensitivities(checkpoint, formats, windows, progress, compensated=compensated)
         return measured[key]
 
     monkeypatch.setattr(bit_search, "estimate_sensitivities", cached)
