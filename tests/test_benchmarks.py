@@ -12,6 +12,8 @@ from tests.paths import ROOT
 
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 OTHER_PROGRAMS = {"--hf-path", "--mlx-path", "--q-bits", "--model", "--make", "--step", "--one", "--serve", "--work"}
+OTHER_PROGRAMS |= {"--low-bits", "--high-bits", "--fallback-bits", "--embed-bits", "--quantized-model", "--data-path"}
+OTHER_PROGRAMS |= {"--num-samples"}  # mlx_lm
 OTHER_PROGRAMS |= {"--n_ctx", "--interrupt_requests"}
 OTHER_PROGRAMS |= {"--allowedTools", "--auto", "--sandbox", "--skip-git-repo-check", "--version", "--config"}  # agents
 OTHER_PROGRAMS |= {"--message", "--no-analytics", "--no-check-update", "--no-git", "--no-pretty", "--yes-always"}

@@ -23,7 +23,6 @@ class MTPModule(nn.Module):
 
     Args:
         config: Sizes of the layer; the vocabulary is the model's.
-
     """
 
     def __init__(self, config: ModelConfig):

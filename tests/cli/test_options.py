@@ -52,7 +52,7 @@ def test_commands_that_take_long_keep_the_machine_awake(monkeypatch):
     names = {p.id for p in leaf_commands() if any(o.name == "allow_sleep" for o in p.values[0].params)}
     experiments = {"scaling", "sweep", "compare-architectures", "speedrun"}
     training = {"pretrain", "finetune", "grpo", "quickstart", "models verify"}
-    assert names == experiments | training | {"serve", "quantize"}
+    assert names == experiments | training | {"draft", "serve", "quantize"}
 
 
 @pytest.mark.parametrize("text, size", [("2.0GB", 2 * 10**9), ("900 mb", 9 * 10**8), ("1.5GiB", 3 * 2**29), ("7", 7)])

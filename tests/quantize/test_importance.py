@@ -61,7 +61,7 @@ def test_they_are_the_diagonals_of_moments(source, request, texts):
     np.testing.assert_allclose(found["model.layers.0.self_attn.q_proj"], np.square(hidden).mean(0), rtol=1e-3)
 
 
-def test_rows_of_a_file_are_rounded_with_them(mixtral, texts, tmp_path, monkeypatch):
+def test_rows_of_a_file_are_rounded_with_them(mixtral, texts, tmp_path):
     importance = importance_weights(mixtral, texts[0])
     importance |= {name: np.square(value) for name, value in importance.items()}  # to tell them from one another
     convert(mixtral, tmp_path / "f32.gguf", outtype="F32", verify_output=False)

@@ -136,7 +136,6 @@ def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tm
     [
         ("--save-kv-cache",),
         ("--continue", "--private"),
-        ("--draft-model", "x", "--prompt-lookup"),
         ("--kv-keep", "3"),
         ("--context-overflow", "ask"),
         ("-p", "x", "--context-overflow", "ask"),
