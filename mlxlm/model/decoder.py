@@ -284,8 +284,7 @@ class Decoder(nn.Module):
         """Compute logits `[B, T, V]` from the hidden states `[B, T, hidden]` after the final norm."""
         tied = self.config.tie_word_embeddings
         logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
-        softcap = self.final_logit_softcap
-        return logits if softcap is None else softcap * mx.tanh(logits / softcap)
+        return soft_capped(logits, self.final_logit_softcap)
 
     @property
     def head_weight(self) -> mx.array:
@@ -364,3 +363,8 @@ class Decoder(nn.Module):
                 value = mup_factors(self.config, name, weight.ndim)[0] * (value + offset) - offset
             weights.append((name, value))
         self.load_weights(weights)
+
+
+def soft_capped(logits: mx.array, softcap: float | None) -> mx.array:
+    """Return logits between -softcap and softcap, as in Gemma 2: softcap · tanh(logits / softcap); None is no cap."""
+    return logits if softcap is None else softcap * mx.tanh(logits / softcap)

@@ -7,7 +7,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx, nn, tree_map
 from mlxlm.config import ModelConfig
 from mlxlm.model.block import Block
-from mlxlm.model.decoder import Decoder
+from mlxlm.model.decoder import Decoder, soft_capped
 from mlxlm.model.linear import Linear, QuantizedLinear
 from mlxlm.model.norms import RMSNorm
 
@@ -74,8 +74,7 @@ class MTPModule(nn.Module):
         """
         hidden_states, embeddings = mx.split(inputs, 2, axis=-1)
         hidden_states = self(hidden_states, embeddings, cache)
-        logits, softcap = self.lm_head(hidden_states), self._softcap
-        return logits if softcap is None else softcap * mx.tanh(logits / softcap), hidden_states
+        return soft_capped(self.lm_head(hidden_states), self._softcap), hidden_states
 
     def fuse(self) -> None:
         """Fuse the projections of the layer that have the same input, for decoding steps."""

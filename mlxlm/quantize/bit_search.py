@@ -27,7 +27,6 @@ from mlxlm.utils.errors import ConfigError
 
 _NUM_SIZES = 128  # candidates for a bound on the KL divergence
 _MAX_MEASUREMENTS = 6  # of whole models, to find the smallest one within the bound
-
 _MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 
 
@@ -83,11 +82,12 @@ def smallest_plan(plan: QuantizationPlan, formats: Mapping[str, Iterable[Format]
 
 
 def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: int) -> QuantizationPlan:
-    """The plan with the lowest cost whose matrices take at most `nbytes`, found greedily.
+    """The plan with the lowest cost whose matrices take at most `nbytes`, found greedily."""
+    return _upgrade(*upgrade_path(plan, sensitivities), nbytes)
 
-    An upgrade that doesn't fit is skipped, and the room goes to later ones.
-    """
-    smallest, path = upgrade_path(plan, sensitivities)
+
+def _upgrade(smallest: QuantizationPlan, path: Iterable[BitUpgrade], nbytes: int) -> QuantizationPlan:
+    """Upgrade the smallest plan. An upgrade that doesn't fit is skipped, and the room goes to later ones."""
     room = nbytes - smallest.nbytes()
     chosen: dict[str, Format] = {}
     closed: set[str] = set()
@@ -149,7 +149,7 @@ def _candidates(plan: QuantizationPlan, sensitivities: Sensitivities) -> list[Qu
     smallest, path = upgrade_path(plan, sensitivities)
     low, span = smallest.nbytes(), sum(step.nbytes for step in path)
     sizes = [low + span * i // _NUM_SIZES for i in range(_NUM_SIZES + 1)]
-    plans = {p.nbytes(): p for p in (fit_to_size(plan, sensitivities, size) for size in sizes)}
+    plans = {p.nbytes(): p for p in (_upgrade(smallest, path, size) for size in sizes)}
     return [plans[size] for size in sorted(plans)]
 
 
@@ -227,10 +227,10 @@ def _bytes_of_matrices(source: Source, plan: QuantizationPlan, target_bpw: float
 def _plan_for_size(
     source: Source, plan: QuantizationPlan, sensitivities: Sensitivities, max_size: int
 ) -> QuantizationPlan:
-    smallest, _ = upgrade_path(plan, sensitivities)
+    smallest, path = upgrade_path(plan, sensitivities)
     rest = _other_bytes(source, smallest)
     for _ in range(3):  # the size of the metadata depends on the plan, a little
-        larger = fit_to_size(plan, sensitivities, max(smallest.nbytes(), max_size - rest))
+        larger = _upgrade(smallest, path, max(smallest.nbytes(), max_size - rest))
         rest = _other_bytes(source, larger)
         if larger.nbytes() + rest <= max_size:
             return larger

@@ -107,7 +107,7 @@ class ExpertInputs:
         """The number of tokens that an expert reads, and their statistics."""
         uses = self._uses[self._experts == expert]
         rows = self._rows[mx.array(uses)].astype(mx.float32)
-        return len(uses), InputStats(second_moments(rows) if len(uses) else np.zeros((), np.float32))
+        return len(uses), InputStats(_second_moments(rows) if len(uses) else np.zeros((), np.float32))
 
     def mean_squares(self, experts: int) -> np.ndarray:
         """The mean square of each channel for each expert, `[experts, width]`; 1 for experts that read nothing."""
@@ -165,7 +165,7 @@ def input_stats(x: mx.array, source: mx.array | None = None, transposed: bool = 
     """Statistics of inputs `[..., width]`, and of those that the unquantized model has at the same tokens."""
     flat = _flatten(x)
     dxxt = None if source is None else np.array((_flatten(source) - flat).T @ flat, copy=False)
-    return InputStats(second_moments(flat), dxxt, transposed)
+    return InputStats(_second_moments(flat), dxxt, transposed)
 
 
 def _flatten(x: mx.array) -> mx.array:
@@ -173,7 +173,7 @@ def _flatten(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1]).astype(mx.float32)
 
 
-def second_moments(x: mx.array) -> np.ndarray:
+def _second_moments(x: mx.array) -> np.ndarray:
     """XᵀX of `x` float32 `[tokens, width]`. On a CPU, numpy computes one half of it, in half of MLX's time."""
     if not ON_CPU:
         return np.array(x.T @ x, copy=False)

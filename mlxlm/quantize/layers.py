@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_map
@@ -62,8 +62,6 @@ class DecoderLayers:
     def __init__(self, checkpoint: Checkpoint):
         config = checkpoint.config
         self._model = LayerwiseModel(checkpoint)
-        self._norm: Callable[[mx.array, mx.array | None], mx.array] | None = None
-        self._head: Callable[[mx.array, mx.array | None], mx.array] | None = None
         self.names = [f"{LAYER_PREFIX}.{index}" for index in range(config.num_hidden_layers)]
         self.tables = [n.removesuffix(".weight") for n in checkpoint.tensors if n.startswith("model.embed")]
         self.tied_table = EMBEDDING if config.tie_word_embeddings else None
@@ -82,15 +80,19 @@ class DecoderLayers:
 
     def head_inputs(self, batch: int, state: mx.array) -> Mapping[str, mx.array]:
         """See `Layers`."""
-        if self._norm is None:
-            self._norm = self._model.final_norm()
         return {self.tied_table or HEAD: self._norm(state, None)}
 
     def logits(self, state: mx.array) -> mx.array:
         """See `Layers`."""
-        if self._head is None:
-            self._head = self._model.head()
         return self._head(state, None)
+
+    @cached_property
+    def _norm(self) -> Callable[[mx.array, mx.array | None], mx.array]:
+        return self._model.final_norm()
+
+    @cached_property
+    def _head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
+        return self._model.head()
 
 
 def _merge(state: HiddenState) -> mx.array:

@@ -6,7 +6,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mlxlm.checkpoint.locations import QUANTIZATION_PLOT, QUANTIZATION_REPORT
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config import ModelConfig
+from mlxlm.config.option import non_default_fields
 from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.convert.conversion import check_folder_name, folder_name
@@ -141,9 +142,7 @@ def quantize(
 
 def _changed(settings: QuantizationSettings) -> dict[str, Any]:
     """The settings that aren't the defaults, as JSON values."""
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    defaults = QuantizationSettings()
-    changed = {name: value for name, value in values.items() if value != getattr(defaults, name)}
+    changed = non_default_fields(settings, QuantizationSettings())
     return {name: str(value) if isinstance(value, Path) else value for name, value in changed.items()}
 
 

@@ -18,8 +18,8 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.quantization import Format
-from mlxlm.quantize.calibrate import get_submodule, second_moments
-from mlxlm.quantize.intercept import intercept
+from mlxlm.quantize.calibrate import get_submodule, input_stats, intercepting
+from mlxlm.quantize.gptq import damped_cholesky
 from mlxlm.quantize.layers import Layers, layers_of
 from mlxlm.quantize.quantization_plan import Matrix
 from mlxlm.quantize.rtn import dequantized, quantize_rtn
@@ -81,12 +81,11 @@ def estimate_sensitivities(
             layer = model.load(index)
             if isinstance(checkpoint, ModuleCheckpoint):
                 layer.train()  # recurrent layers have kernels without a gradient for inference
-            modules = {module: get_submodule(layer, module[len(name) + 1 :]) for module in costs.modules_of(name)}
             run = partial(model.run, layer, index, 0)
-            gradient, found = _backward(modules, run, states.pop(), gradient, compensated)
-            for module, rows, columns in found:
-                costs.add(module, modules[module].weight, rows, columns)
-            del layer, modules  # before the next one is read
+            gradient, found = _backward(layer, run, states.pop(), gradient, compensated)
+            for matrix, rows, columns in found:
+                costs.add(f"{name}.{matrix}", get_submodule(layer, matrix).weight, rows, columns)
+            del layer  # before the next one is read
             mx.clear_cache()
             progress(total - index, total)
     except (RuntimeError, ValueError) as error:  # an operation without a gradient
@@ -98,7 +97,7 @@ def estimate_sensitivities(
         name = max(tables, key=lambda name: tables[name].shape[0])  # a smaller one has positions
         weight = tables[name].read()
         counts = np.bincount(tokens.reshape(-1), minlength=len(weight))
-        scale = (mx.square(_float32(first)).sum() / mx.square(_float32(weight[mx.array(tokens)])).sum()).item()
+        scale = (mx.square(as_float32(first)).sum() / mx.square(as_float32(weight[mx.array(tokens)])).sum()).item()
         costs.add(name, weight, scale * counts / tokens.size, _squares(gradient))
     return costs.result()
 
@@ -141,7 +140,7 @@ def _head_gradients(model: Layers, state: mx.array) -> tuple[mx.array, np.ndarra
 
 
 def _backward(
-    modules: Mapping[str, nn.Module],
+    layer: nn.Module,
     run: Callable[[mx.array], mx.array],
     state: mx.array,
     gradient: mx.array,
@@ -150,21 +149,23 @@ def _backward(
     """Propagate gradients through a layer.
 
     Args:
-        modules: Linear layers in it, also those with a matrix for each expert or head.
-        run: The layer.
+        layer: The layer.
+        run: Runs it.
         state: Its input.
         gradient: Of its output.
         compensated: See `estimate_sensitivities`.
 
     Returns:
-        The gradient of `state`; and for each call of one of `modules` its name, the squares of the row's factor and
-        those of the column's: of the outputs' gradients, sums over tokens, and of the inputs, means over tokens with
-        the size of these gradients as weights. Rows are outputs, unless the module was called with transpose=False.
+        The gradient of `state`; and for each call of a linear layer (`intercepting`) its name, the squares of the row's
+        factor and those of the column's: of the outputs' gradients, sums over tokens, and of the inputs, means over
+        tokens with the size of these gradients as weights. Rows are outputs, unless it was called with transpose=False.
     """
-    calls: list[tuple[str, bool, mx.array, mx.array]] = []  # module, transposed, input, output
+    calls: list[tuple[str, bool, mx.array, mx.array]] = []  # name, transposed, input, output
     zeros: list[mx.array] = []  # added to the outputs, to get the gradients there
 
-    def call(name: str, original: Callable[..., mx.array], x: mx.array, *args: Any, **options: Any) -> mx.array:
+    def call(
+        name: str, _: nn.Module, original: Callable[..., mx.array], x: mx.array, *args: Any, **options: Any
+    ) -> mx.array:
         output = original(x, *args, **options)
         calls.append((name, not options.get("transpose", True), x, output))
         return output + zeros[len(calls) - 1] if zeros else output
@@ -174,24 +175,23 @@ def _backward(
         zeros[:] = added
         return run(state)
 
-    classes = {name: type(module) for name, module in modules.items()}
-    for name, module in modules.items():
-        intercept(module, "__call__", partial(call, name))
-    try:
+    with intercepting(layer, call):
         run(state)  # for the shapes: it isn't evaluated
         primals = [state, *(mx.zeros_like(output) for *_, output in calls)]
         _, (below, *gradients) = mx.vjp(with_zeros, primals, [gradient])
-    finally:
-        for name, module in modules.items():
-            module.__class__ = classes[name]
-    found = []
+    found, shares = [], dict[int, float]()
     for (name, transposed, x, _), output_gradient in zip(calls, gradients, strict=True):
-        squares = mx.square(_float32(output_gradient))
+        squares = mx.square(as_float32(output_gradient))
         sizes = squares.sum(axis=-1, keepdims=True)
         outputs = squares.reshape(-1, squares.shape[-1]).sum(axis=0)
-        inputs = (sizes * mx.square(_float32(x))).reshape(-1, x.shape[-1]).sum(axis=0) / mx.maximum(sizes.sum(), 1e-30)
+        inputs = (sizes * mx.square(as_float32(x))).reshape(-1, x.shape[-1]).sum(axis=0)
+        inputs = inputs / mx.maximum(sizes.sum(), 1e-30)
         rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
-        share = _remaining_share(x) if compensated and modules[name].weight.ndim == 2 else 1.0
+        share = 1.0
+        if compensated and get_submodule(layer, name).weight.ndim == 2:
+            if id(x) not in shares:  # query, key and value read the same array
+                shares[id(x)] = _remaining_share(x)
+            share = shares[id(x)]
         found.append((name, share * np.array(rows, np.float64), np.array(columns, np.float64)))
     mx.eval(below)
     return below, found
@@ -203,21 +203,17 @@ def _remaining_share(x: mx.array) -> float:
     The mean of LDLQ's conditional variances of the inputs `[..., width]` over the mean of their variances. For a model
     of 135M parameters with 4 bits, it makes of 0.42 an estimate of 0.137; 0.128 was measured.
     """
-    moments = second_moments(x.reshape(-1, x.shape[-1]).astype(mx.float32))
+    moments = input_stats(x).moments
     mean = np.mean(np.diag(moments))
     if mean == 0:
         return 1.0
-    damped = moments / mean + _DAMPING * np.eye(len(moments), dtype=np.float32)
-    return float(np.square(np.diag(np.linalg.cholesky(damped[::-1, ::-1]))).mean() / (1 + _DAMPING))
-
-
-def _float32(x: mx.array) -> mx.array:
-    return x.astype(mx.float32)
+    factor = damped_cholesky(moments / mean, [_DAMPING])
+    return float(np.square(np.diag(factor)).mean() / (1 + _DAMPING))
 
 
 def _squares(x: mx.array) -> np.ndarray:
     """Sum of the squares of each channel, float64 `[width]`."""
-    return np.array(mx.square(_float32(x)).reshape(-1, x.shape[-1]).sum(axis=0), np.float64)
+    return np.array(mx.square(as_float32(x)).reshape(-1, x.shape[-1]).sum(axis=0), np.float64)
 
 
 class _Costs:
@@ -232,10 +228,6 @@ class _Costs:
         self._formats, self._tokens = formats, tokens
         self._matrices = {module: matrix for matrix in formats for module in matrix.modules}
         self._costs: dict[str, dict[Format, float]] = {}
-
-    def modules_of(self, prefix: str) -> list[str]:
-        """The modules of a layer."""
-        return [module for module in self._matrices if module.startswith(f"{prefix}.")]
 
     def add(self, module: str, weight: mx.array, rows: np.ndarray, columns: np.ndarray) -> None:
         """Add Σ rows · ΔW² · columns / 2 per token; of a stack of matrices the mean.

@@ -1,8 +1,20 @@
-"""Drafters for tests: one that knows the text to come, and a model that nearly agrees with another."""
+"""For tests: a drafter that knows the text to come, a model that nearly agrees with another, and a greedy sampler."""
 
 from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
+
+
+class Greedy:
+    """A sampler that draws the most likely token."""
+
+    needs_last_token = False
+
+    def __call__(self, logits):
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    def fork(self):
+        return self
 
 
 class Oracle:

@@ -14,7 +14,7 @@ from mlxlm.model import Decoder, MTPModule
 from mlxlm.train.draft_head import layer_config, train_draft_head
 from mlxlm.train.draft_settings import DraftSettings
 from mlxlm.utils.errors import CheckpointError, DataError, GenerationError, MlxlmError
-from tests.generation.fake_drafters import always
+from tests.generation.fake_drafters import Greedy, always
 from tests.generation.reference_decoding import PROMPT, STATE_SPACE, mlx_lm_model
 
 KINDS = {
@@ -95,16 +95,6 @@ def test_training_lowers_the_loss(trained):
     assert report.losses[0] > report.losses[1] > report.losses[-1] and len(report.losses) == 4
     assert report.tokens == 8192 and 0.5 < report.coverage <= 1
     assert head.token_ids.size <= 200 and report.accuracy[0] > 0.3
-
-
-class Greedy:
-    needs_last_token = False
-
-    def __call__(self, logits):
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-
-    def fork(self):
-        return self
 
 
 def test_a_draft_is_that_of_a_head_that_reads_everything_anew(tied):

@@ -13,6 +13,7 @@ from mlxlm.generation.drafters import MAX_CANDIDATES, DraftModel, PromptLookup, 
 from mlxlm.generation.speculative import LONGEST_PAUSE, PLAIN_STEPS, SHORTEST_PAUSE, DraftLengthController
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
+from tests.generation.fake_drafters import Greedy
 from tests.generation.reference_decoding import STATE_SPACE, mlx_lm_model
 
 
@@ -84,16 +85,6 @@ def test_a_draft_model_whose_cache_cannot_be_trimmed_is_refused(lm):
     draft = DraftModel(LoadedModel(model, lm.tokenizer, lm.config, lm.path))
     with pytest.raises(GenerationError, match="cache .* can.t be trimmed"):
         draft.begin(None, KVOptions(), [1, 2, 3])
-
-
-class Greedy:
-    needs_last_token = False
-
-    def __call__(self, logits):
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-
-    def fork(self):
-        return self
 
 
 def test_a_draft_model_stops_at_its_context_length(lm):
