@@ -47,6 +47,7 @@ VARIANTS = {
     "16 rows": "--batch-size 16",
     "vocabulary 512": "--vocab-size 512",
     "vocabulary 2,048": "--vocab-size 2048",
+    "vocabulary 4,096": "--vocab-size 4096",
     "WSD": "--lr-schedule wsd",
     "final rate 0.02": "--min-lr-ratio 0.02",
     "half the rate": "--learning-rate 0.0027",

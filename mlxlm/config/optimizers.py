@@ -31,6 +31,8 @@ class OptimizerSpec:
             betas to choose.
         lr_scale: Default peak learning rate as a multiple of AdamW's.
         min_lr: Smallest default peak learning rate.
+        many_epochs: With more epochs than these, the text is memorized, and the default weight decay is ten times as
+            much.
         arguments: Further arguments of the class.
         layer_matrices: The optimizer of the layers' matrices, if it is another one: "muon", which has one average.
     """
@@ -42,6 +44,7 @@ class OptimizerSpec:
     beta2: float | None
     lr_scale: float = 1.0
     min_lr: float = 0.0
+    many_epochs: float = 16
     arguments: Mapping[str, Any] = field(default_factory=dict)
     layer_matrices: str | None = None
 
@@ -54,7 +57,9 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec("AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}),
     # Its updates are as large as AdamW's, so rate and decay carry over (Liu et al. 2025, 2.2). The betas are those of
     # AdamW, which updates embeddings, head and vectors (Jordan et al. 2024).
-    "muon": OptimizerSpec("AdamW", 2, 0.1, 0.9, 0.95, arguments={"bias_correction": True}, layer_matrices="muon"),
+    "muon": OptimizerSpec(
+        "AdamW", 2, 0.1, 0.9, 0.95, many_epochs=5, arguments={"bias_correction": True}, layer_matrices="muon"
+    ),
     # A sign is larger than an AdamW update: 3 to 10 times less rate, as much more decay; betas for language models
     # (Chen et al. 2023, 5). Measured as above: a tenth of AdamW's rate 2.66 bits per byte, a fifth 2.75, a twentieth
     # 2.90.

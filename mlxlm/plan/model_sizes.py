@@ -63,8 +63,8 @@ def parse_size(text: str) -> float:
 def vocab_size_for(parameters: float) -> int:
     """Return a vocabulary size for a model of about this many parameters.
 
-    512 at 0.1M, 1,024 at 0.4M, doubled for each 4 times the parameters, up to 32,768, as in the presets. The
-    embeddings of a larger vocabulary would be most of the model.
+    1,024 at 0.1M, 2,048 at 0.4M, doubled for each 4 times the parameters, up to 32,768: twice that of the presets, see
+    docs/recipes.md. The embeddings of a larger vocabulary would be most of the model.
     """
-    power = 9 + max(0.0, math.log(parameters / 1e5, 4))
+    power = 10 + max(0.0, math.log(parameters / 1e5, 4))
     return 2 ** min(15, int(power + 0.5))

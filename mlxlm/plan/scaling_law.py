@@ -9,8 +9,11 @@ from typing import TypeVar
 import numpy as np
 
 FLOPS_PER_PARAM_TOKEN = 6  # of training (Kaplan et al. 2020, section 2.1)
-# Epochs after which another one adds little, for tokens and for parameters (Muennighoff et al. 2023, section 6 and A).
-_TOKEN_DECAY, _PARAMETER_DECAY = 15.39, 5.31
+_TOKEN_DECAY = 15.39  # epochs after which another one adds little (Muennighoff et al. 2023, section 6)
+# The same for the choice of a model, and for parameters as multiples of those that are compute-optimal for the text.
+# Muennighoff et al. have 15.39 and 5.31 for models without dropout and with little weight decay. With more of both,
+# larger models and fewer epochs were better, see docs/recipes.md.
+_REGULARIZED_TOKEN_DECAY, _REGULARIZED_PARAMETER_DECAY = 6.0, 50.0
 FULL_VALUE_EPOCHS = 4.0  # up to here, repeated text is nearly as good as new text (the same)
 
 Number = TypeVar("Number", float, np.ndarray)
@@ -70,8 +73,8 @@ class ScalingLaw:
         memorize it (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", equation 4).
         """
         optimal = self.optimal_parameters(min(tokens, unique_tokens))
-        effective_parameters = effective_amount(parameters, optimal, _PARAMETER_DECAY)
-        return self.loss(effective_parameters, effective_amount(tokens, unique_tokens))
+        effective_parameters = effective_amount(parameters, optimal, _REGULARIZED_PARAMETER_DECAY)
+        return self.loss(effective_parameters, effective_amount(tokens, unique_tokens, _REGULARIZED_TOKEN_DECAY))
 
     def _log_ratio(self) -> float:
         small = 1e-300  # the fit can make a term 0

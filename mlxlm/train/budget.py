@@ -35,17 +35,22 @@ _TARGET_STEPS = 4000  # in two minutes, 512 tokens per step did better than 2,04
 _MUON_STEPS = 2000
 _MAX_ROWS = 32
 _SHORT, _LONG = 256, 512  # tokens of a sequence; long ones if a step still has two of them
-# (parameters, longest sequence) of small models, which make little use of a longer context. 600,000 tokens of
-# tinyshakespeare, 512 in a step, one run each, bits per byte and seconds of CPU time: 80k parameters with sequences of
-# 256 tokens 2.682 and 62, of 128 2.633 and 62, of 64 2.614 and 49; 280k parameters with 256 2.516 and 121, with 128
-# 2.458 and 117.
-_SMALL_MODELS = ((100_000, 64), (500_000, 128))
+# (parameters, longest sequence) of small models, which make little use of a longer context, and of somewhat larger ones
+# if a step would have fewer than _ROWS short sequences. Tinyshakespeare, one run each, bits per byte and seconds of CPU
+# time: 600,000 tokens, 512 in a step, 80k parameters with sequences of 256 tokens 2.682 and 62, of 128 2.633 and 62, of
+# 64 2.614 and 49; 280k parameters with 256 2.516 and 121, with 128 2.458 and 117; 2.5 million tokens, 1,024 in a step,
+# 0.93M parameters with 256 2.144 and 578, with 128 2.117 and 509.
+_SMALL_MODELS, _FEW_ROWS = ((100_000, 64), (500_000, 128)), (2_000_000, 128)
+_ROWS = 8
 _MIN_TOKENS = 100 * _SHORT  # with fewer, a model learns little more than the frequencies of tokens
 _RECOMMENDED_TOKENS = 1000 * _SHORT  # for the hint to someone who has too little time
 _CORE_UTILIZATION = 0.75  # of all cores: with fewer rows there are more updates of the same tokens, which is worth more
 _MIN_STEPS = 20  # with fewer, a run can't end within 5% of its time
 _MFU = 0.3  # of the speed of large products, for small models: a first guess, which benchmarks correct
 _BYTES_PER_TOKEN = 3  # a guess for small vocabularies
+_OCCURRENCES, _MIN_VOCAB_SIZE = 128, 512  # see `guess_vocab_size`
+# A model with many parameters for each token of the text memorizes it in a few epochs, see docs/recipes.md.
+_DROPOUT, _DROPOUT_EPOCHS, _DROPOUT_PARAMETERS = 0.1, 5, 2
 _EQUAL_LOSS = 0.005  # relative: of nearly equal losses, the smallest model wins, which memorizes less of a short text
 # Seconds for each of two sizes, and their fraction of the time: while other programs run, three short steps say little.
 _BENCHMARK_FRACTION, _MAX_BENCHMARK_SECONDS = 0.01, 3.0
@@ -119,7 +124,8 @@ def batch_settings(config: ModelConfig, tokens: float, values: Mapping[str, Any]
     values, parameters = dict(values), config.active_parameter_count()
     steps = _MUON_STEPS if values.get("optimizer") == "muon" else _TARGET_STEPS
     length = _LONG if tokens >= steps * 2 * _LONG else _SHORT
-    length = next((short for most, short in _SMALL_MODELS if parameters <= most), length)
+    limits = _SMALL_MODELS if tokens >= steps * _ROWS * _SHORT else (*_SMALL_MODELS, _FEW_ROWS)
+    length = next((short for most, short in limits if parameters <= most), length)
     values.setdefault("max_seq_length", min(length, config.max_position_embeddings))
     row = values["max_seq_length"] * values.get("grad_accumulation_steps", 1)
     values.setdefault("batch_size", num_rows(tokens / steps, row))
@@ -222,13 +228,19 @@ def _largest_preset(config: ModelConfig, seconds: float, token_seconds: float) -
 
 
 def guess_vocab_size(seconds: float, sources: Sequence[str | Path]) -> int:
-    """Guess the vocabulary size for the model that will be chosen, by the speed of matrix products here."""
+    """Guess the vocabulary size for the model that will be chosen, by the speed of matrix products here.
+
+    A text has at least `_OCCURRENCES` tokens for each of the vocabulary: rarer ones are memorized in few epochs.
+    """
     param_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN
     unique_tokens = (total_bytes(sources) or math.inf) / _BYTES_PER_TOKEN  # a pipe has no size
     sizes = [config.parameter_count() for config in model_family(1024)]
-    return vocab_size_for(
+    vocab_size = vocab_size_for(
         min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, param_tokens / size, unique_tokens))
     )
+    while vocab_size > _MIN_VOCAB_SIZE and unique_tokens < _OCCURRENCES * vocab_size:
+        vocab_size //= 2
+    return vocab_size
 
 
 def auto_size(
@@ -242,14 +254,14 @@ def auto_size(
     """Return the model of `mlxlm.plan.model_sizes` that is best after `seconds` of training, and its settings.
 
     By a scaling law, for the text and the speed of this machine. Repeated text counts less (Muennighoff et al. 2023):
-    up to four epochs are nearly as good as new text, later ones teach less and less, and so do parameters that memorize
-    the text. So the size depends on the text, too.
+    up to four epochs are nearly as good as new text, later ones teach less and less, and so do more parameters. So the
+    size depends on the text, too. A large model of a short text gets dropout.
 
     Args:
         seconds: Training time.
         unique_tokens: Tokens of the text.
         vocab_size: Vocabulary size.
-        values: Settings. Batch size and sequence length are chosen, too, unless they are given here.
+        values: Settings. Batch size, sequence length and dropout are chosen, too, unless they are given here.
         scaling_law: A law fitted to the user's runs; None: that of Hoffmann et al. 2022.
         num_processes: Processes that train together; `grad_accumulation_steps` are those of all of them.
 
@@ -279,6 +291,8 @@ def auto_size(
     lowest = min(map(loss, candidates))
     best = next(config for config in candidates if loss(config) <= (1 + _EQUAL_LOSS) * lowest)
     tokens = tokens_in_time(best)
+    if tokens > _DROPOUT_EPOCHS * unique_tokens and best.parameter_count() > _DROPOUT_PARAMETERS * unique_tokens:
+        values = {"dropout": _DROPOUT, **values}
     law_name = "the scaling law of " + ("Hoffmann et al. 2022" if scaling_law is None else "the user's runs")
     choice = ModelSizeChosen(best.parameter_count(), tokens, tokens / unique_tokens, law_name)
     return best, batch_settings(best, tokens, values), choice

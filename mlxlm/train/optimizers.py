@@ -16,7 +16,6 @@ from mlxlm.train.settings import TrainSettings
 
 _MUON_MOMENTUM = 0.95  # Jordan et al. 2024; Liu et al. 2025
 _MUON_UPDATE_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al. 2025, 2.2)
-_MANY_EPOCHS = 16  # see `default_weight_decay`
 _MUP_LEARNING_RATE = 0.01  # of AdamW, at every size: that of the smallest models in `learning_rate_by_size`
 
 Filter = Callable[[str, mx.array], bool]  # whether an optimizer updates the weight of this name
@@ -146,17 +145,18 @@ class Adafactor(LowPrecision, optim.Adafactor):
 
 
 def default_weight_decay(optimizer: str, epochs: float) -> float:
-    """Return the default weight decay: ten times the usual one for more than 16 epochs, which are memorized.
+    """Return the default weight decay: ten times the usual one for more than `many_epochs` of the optimizer.
 
     For repeated text the best decay is many times the usual one (Kim et al. 2025, "Pre-training under infinite
     compute": 30 times). Measured, one run each of 0.7M to 0.9M parameters, bits per byte of the last tenth with 0.1 and
     with 1.0, the best of the run: about 30 epochs of tinyshakespeare 2.142 and 2.072, of 450 kB of WikiText-2 2.040 and
     1.956, of 450 kB of Python's library 2.040 and 1.928. About 10 epochs of WikiText-2 1.940 and 1.963, of Python's
     library 1.932 and 1.920; 6 of tinyshakespeare 2.128 and 2.146. Where the end of a text repeats its beginning, as in
-    Python's language reference, memorizing is right: 15 epochs 1.145 and 1.345.
+    Python's language reference, memorizing is right: 15 epochs 1.145 and 1.345. All of these are for AdamW;
+    docs/recipes.md has Muon's.
     """
-    usual = OPTIMIZERS[optimizer].weight_decay
-    return 10 * usual if epochs > _MANY_EPOCHS else usual
+    spec = OPTIMIZERS[optimizer]
+    return (10 if epochs > spec.many_epochs else 1) * spec.weight_decay
 
 
 def default_learning_rate(config: ModelConfig, optimizer: str = "adamw", parametrization: str = "standard") -> float:

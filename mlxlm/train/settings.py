@@ -140,7 +140,13 @@ class TrainSettings:
     )
     router_z_loss: float = _optimizer(0.001, "With experts: coefficient of the z-loss of a router.", low=0)
     grad_clip: float = _optimizer(1.0, "Clip the gradient to this global norm; 0 disables it.", low=0)
-    dropout: float = _optimizer(0.0, "Dropout rate of embeddings and sublayer outputs.", low=0, below=1)
+    dropout: float = _optimizer(
+        0.0,
+        "Dropout rate of embeddings and sublayer outputs.",
+        low=0,
+        below=1,
+        default_text="0; 0.1 if --minutes picks a large model for a short text",
+    )
     ema_decay: float = _optimizer(
         0.0, "Evaluate and save a moving average of the weights with this decay; 0: no average.", low=0, below=1
     )

@@ -47,7 +47,8 @@ def test_presets_make_a_thousand_steps_or_are_too_slow(machine, preset, minutes)
     tokens = 0.9 * seconds / token_seconds
     form = batch_settings(config, tokens, {})
     length, rows = form["max_seq_length"], form["batch_size"]
-    assert length in ((128,) if preset == "0.3m" else (256, 512)) and length <= config.max_position_embeddings
+    few_rows = preset == "1m" and tokens < 4000 * 8 * 256
+    assert length in ((128,) if preset == "0.3m" or few_rows else (256, 512)) and length <= config.max_position_embeddings
     steps = tokens / (rows * length)
     assert steps >= 1000 or (rows, length) == (1, 256)
     assert steps <= 6000 or rows * length >= 32 * 256
@@ -58,7 +59,8 @@ def test_small_models_have_short_sequences():
     assert batch_settings(tiny, 1e6, {}) == {"max_seq_length": 64, "batch_size": 4}
     assert batch_settings(tiny, 1e6, {"optimizer": "muon"})["batch_size"] == 8
     assert batch_settings(tiny, 1e9, {}) == {"max_seq_length": 64, "batch_size": 128}
-    assert batch_settings(load_preset("1m"), 1e6, {})["max_seq_length"] == 256
+    lengths = [batch_settings(load_preset("1m"), tokens, {})["max_seq_length"] for tokens in (1e6, 1e7, 1e8)]
+    assert lengths == [128, 512, 512]
 
 
 def test_explicit_settings_are_kept(machine):
@@ -167,7 +169,7 @@ def test_model_is_compute_optimal(steady):
 
 def test_short_text_in_minutes_gets_a_small_model(steady):
     config, settings, _ = budget.auto_size(180.0, 430_000, 1024, {})
-    assert 2.5e5 < config.parameter_count() < 6e5  # 2.16 bits per byte; 0.03M parameters end at 2.65
+    assert 5e5 < config.parameter_count() < 1e6  # 2.126 bits per byte; 0.32M parameters end at 2.148, 0.03M at 2.65
     assert settings["batch_size"] * settings["max_seq_length"] <= 2048
 
 
@@ -182,9 +184,16 @@ def test_speed_is_the_median_of_several_benchmarks(monkeypatch):
     assert token_seconds(model_family(512)[0]) == pytest.approx(0.01)
 
 
+def test_a_large_model_of_a_short_text_has_dropout(steady):
+    few, short = (budget.auto_size(seconds, tokens, 1024, {}) for seconds, tokens in ((60.0, 10**6), (600.0, 400_000)))
+    assert short[2].epochs > 5 and short[2].parameters > 800_000 and short[1]["dropout"] == 0.1
+    assert few[2].parameters < 2 * 10**6 and "dropout" not in few[1]
+    assert budget.auto_size(600.0, 400_000, 1024, {"dropout": 0.0})[1]["dropout"] == 0
+
+
 def test_less_text_gives_a_smaller_model(steady):
-    sizes = [budget.auto_size(3600.0, tokens, 1024, {})[2].parameters for tokens in (10**9, 10**5, 10**4)]
-    assert sizes[0] > sizes[1] > sizes[2]
+    sizes = [budget.auto_size(36_000.0, tokens, 1024, {})[2].parameters for tokens in (10**6, 10**5, 10**4, 10**3)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1]
 
 
 def test_more_processes_train_on_more_tokens(steady):

@@ -102,6 +102,7 @@ def test_tokenizer_is_trained_without_validation_text(tmp_path, make_text, tiny_
 
 def test_weight_decay_by_epochs(tmp_path, text_file, tiny_config, tokenizer_folder):
     assert [default_weight_decay("adamw", passes) for passes in (0.1, 16, 16.1, 100)] == [0.1, 0.1, 1, 1]
+    assert [default_weight_decay("muon", passes) for passes in (5, 5.1)] == [0.1, 1]
     assert default_weight_decay("adafactor", 100) == 0
     for name, steps, decay in (("few", 1, 0.1), ("many", 99, 1.0)):
         settings = {"steps": steps, "batch_size": 32, "max_seq_length": 64, "learning_rate": 1e-3}
