@@ -29,10 +29,10 @@ from mlxlm.utils.formatting import human_count, human_seconds
 MEASURING_LABEL = "measuring the speed of training steps"
 TRAINING_FRACTION = 0.9  # of the time: the rest is for validating and saving
 _TARGET_STEPS = 4000  # in two minutes, 512 tokens per step did better than 2,048
-# Muon has matrix products of its own in each step. 0.43M parameters, 1.5M tokens of tinyshakespeare, one run each, bits
-# per byte and seconds of CPU time: 512 tokens per step 2.137 and 337, 1,024 2.142 and 244; AdamW with 512 tokens 2.190
-# and 225.
-_MUON_STEPS = 2000
+# Muon has matrix products of its own in each step. Tinyshakespeare, one run each, bits per byte and seconds of CPU time:
+# 0.43M parameters, 1.5M tokens, 512 in a step 2.137 and 337, 1,024 2.142 and 244, AdamW with 512 2.190 and 225; 1.54M
+# parameters, 1.5M tokens, 1,024 in a step 2.133 and 514, 2,048 2.158 and 487.
+_MUON_STEP_TOKENS = 1024  # up to here, twice as many as AdamW has
 _MAX_ROWS = 32
 _SHORT, _LONG = 256, 512  # tokens of a sequence; long ones if a step still has two of them
 # (parameters, longest sequence) of small models, which make little use of a longer context, and of somewhat larger ones
@@ -122,13 +122,15 @@ def num_rows(tokens_per_step: float, length: int) -> int:
 def batch_settings(config: ModelConfig, tokens: float, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with a sequence length and a batch size, if they have none, for training on `tokens`."""
     values, parameters = dict(values), config.active_parameter_count()
-    steps = _MUON_STEPS if values.get("optimizer") == "muon" else _TARGET_STEPS
-    length = _LONG if tokens >= steps * 2 * _LONG else _SHORT
-    limits = _SMALL_MODELS if tokens >= steps * _ROWS * _SHORT else (*_SMALL_MODELS, _FEW_ROWS)
+    step_tokens = tokens / _TARGET_STEPS
+    if values.get("optimizer") == "muon":
+        step_tokens = max(step_tokens, min(_MUON_STEP_TOKENS, 2 * step_tokens))
+    length = _LONG if step_tokens >= 2 * _LONG else _SHORT
+    limits = _SMALL_MODELS if step_tokens >= _ROWS * _SHORT else (*_SMALL_MODELS, _FEW_ROWS)
     length = next((short for most, short in limits if parameters <= most), length)
     values.setdefault("max_seq_length", min(length, config.max_position_embeddings))
     row = values["max_seq_length"] * values.get("grad_accumulation_steps", 1)
-    values.setdefault("batch_size", num_rows(tokens / steps, row))
+    values.setdefault("batch_size", num_rows(step_tokens, row))
     return values
 
 
