@@ -29,8 +29,8 @@ from mlxlm.utils.formatting import human_count, human_seconds
 MEASURING_LABEL = "measuring the speed of training steps"
 TRAINING_FRACTION = 0.9  # of the time: the rest is for validating and saving
 _TARGET_STEPS = 4000  # in two minutes, 512 tokens per step did better than 2,048
-# Muon has matrix products of its own in each step. Tinyshakespeare, one run each, bits per byte and seconds of CPU time:
-# 0.43M parameters, 1.5M tokens, 512 in a step 2.137 and 337, 1,024 2.142 and 244, AdamW with 512 2.190 and 225; 1.54M
+# Muon has matrix products of its own in each step. Tinyshakespeare, one run each, bits per byte and CPU seconds: 0.43M
+# parameters, 1.5M tokens, 512 in a step 2.137 and 337, 1,024 2.142 and 244, AdamW with 512 2.190 and 225; 1.54M
 # parameters, 1.5M tokens, 1,024 in a step 2.133 and 514, 2,048 2.158 and 487.
 _MUON_STEP_TOKENS = 1024  # up to here, twice as many as AdamW has
 _MAX_ROWS = 32
@@ -123,11 +123,11 @@ def batch_settings(config: ModelConfig, tokens: float, values: Mapping[str, Any]
     """Return `values` with a sequence length and a batch size, if they have none, for training on `tokens`."""
     values, parameters = dict(values), config.active_parameter_count()
     step_tokens = tokens / _TARGET_STEPS
-    if values.get("optimizer") == "muon":
-        step_tokens = max(step_tokens, min(_MUON_STEP_TOKENS, 2 * step_tokens))
     length = _LONG if step_tokens >= 2 * _LONG else _SHORT
     limits = _SMALL_MODELS if step_tokens >= _ROWS * _SHORT else (*_SMALL_MODELS, _FEW_ROWS)
     length = next((short for most, short in limits if parameters <= most), length)
+    if values.get("optimizer") == "muon":
+        step_tokens = max(step_tokens, min(_MUON_STEP_TOKENS, 2 * step_tokens))
     values.setdefault("max_seq_length", min(length, config.max_position_embeddings))
     row = values["max_seq_length"] * values.get("grad_accumulation_steps", 1)
     values.setdefault("batch_size", num_rows(step_tokens, row))
@@ -234,15 +234,18 @@ def guess_vocab_size(seconds: float, sources: Sequence[str | Path]) -> int:
 
     A text has at least `_OCCURRENCES` tokens for each of the vocabulary: rarer ones are memorized in few epochs.
     """
-    param_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN
     unique_tokens = (total_bytes(sources) or math.inf) / _BYTES_PER_TOKEN  # a pipe has no size
-    sizes = [config.parameter_count() for config in model_family(1024)]
-    vocab_size = vocab_size_for(
-        min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, param_tokens / size, unique_tokens))
-    )
+    vocab_size = vocab_size_for(_guess_size(model_family(1024), seconds, unique_tokens))
     while vocab_size > _MIN_VOCAB_SIZE and unique_tokens < _OCCURRENCES * vocab_size:
         vocab_size //= 2
     return vocab_size
+
+
+def _guess_size(models: Sequence[ModelConfig], seconds: float, unique_tokens: float) -> int:
+    """Guess the parameters of the model that is best after `seconds`, by the speed of matrix products here."""
+    param_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN
+    sizes = [config.parameter_count() for config in models]
+    return min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, param_tokens / size, unique_tokens))
 
 
 def auto_size(
@@ -282,7 +285,7 @@ def auto_size(
     candidates = [config for config in model_family(vocab_size) if fits_memory(config, settings_for(config))]
     if not candidates:
         raise ConfigError("no model fits the memory with these settings", "`batch_size=1`, or a smaller `vocab_size`")
-    token_seconds = fit_token_seconds(candidates, seconds, settings_for)
+    token_seconds = fit_token_seconds(candidates, seconds, settings_for, unique_tokens)
 
     def tokens_in_time(config: ModelConfig) -> float:
         return TRAINING_FRACTION * seconds * num_processes / token_seconds(config)
@@ -301,13 +304,17 @@ def auto_size(
 
 
 def fit_token_seconds(
-    models: Sequence[ModelConfig], seconds: float, settings: Callable[[ModelConfig], TrainSettings]
+    models: Sequence[ModelConfig],
+    seconds: float,
+    settings: Callable[[ModelConfig], TrainSettings],
+    unique_tokens: float = math.inf,
 ) -> Callable[[ModelConfig], float]:
     """Return a function that predicts the training seconds per token of a model.
 
-    Two of `models` are benchmarked, in a small part of `seconds`; others follow from their operations.
+    Two of `models` are benchmarked, in a small part of `seconds`: one that is probably the best for a text of
+    `unique_tokens`, and a smaller one. Others follow from their operations.
     """
-    guess = CHINCHILLA_LAW.compute_optimal(_flops_in(seconds))[0]
+    guess = _guess_size(models, seconds, unique_tokens)
     by_size = sorted(models, key=lambda c: c.parameter_count())
     large = next((c for c in reversed(by_size) if c.parameter_count() <= guess), by_size[0])
     small = next((c for c in reversed(by_size) if c.parameter_count() <= large.parameter_count() / 4), by_size[0])

@@ -151,9 +151,7 @@ def test_start_with_a_preset_and_minutes(machine, tmp_path, text_file, tokenizer
 @pytest.fixture
 def steady(monkeypatch):
     """A machine that does 60 GFLOP/s in every model."""
-    monkeypatch.setattr(
-        budget, "fit_token_seconds", lambda members, seconds, settings: lambda c: c.parameter_count() / 1e10
-    )
+    monkeypatch.setattr(budget, "fit_token_seconds", lambda *_arguments: lambda c: c.parameter_count() / 1e10)
 
 
 def test_model_is_compute_optimal(steady):
