@@ -235,17 +235,21 @@ def guess_vocab_size(seconds: float, sources: Sequence[str | Path]) -> int:
     A text has at least `_OCCURRENCES` tokens for each of the vocabulary: rarer ones are memorized in few epochs.
     """
     unique_tokens = (total_bytes(sources) or math.inf) / _BYTES_PER_TOKEN  # a pipe has no size
-    vocab_size = vocab_size_for(_guess_size(model_family(1024), seconds, unique_tokens))
+    vocab_size = vocab_size_for(_guess_model(model_family(1024), seconds, unique_tokens).parameter_count())
     while vocab_size > _MIN_VOCAB_SIZE and unique_tokens < _OCCURRENCES * vocab_size:
         vocab_size //= 2
     return vocab_size
 
 
-def _guess_size(models: Sequence[ModelConfig], seconds: float, unique_tokens: float) -> int:
-    """Guess the parameters of the model that is best after `seconds`, by the speed of matrix products here."""
+def _guess_model(models: Sequence[ModelConfig], seconds: float, unique_tokens: float) -> ModelConfig:
+    """Guess which model is best after `seconds`, by the speed of matrix products here."""
     param_tokens = _flops_in(seconds) / FLOPS_PER_PARAM_TOKEN
-    sizes = [config.parameter_count() for config in models]
-    return min(sizes, key=lambda size: CHINCHILLA_LAW.loss_with_repetition(size, param_tokens / size, unique_tokens))
+
+    def loss(config: ModelConfig) -> float:
+        size = config.parameter_count()
+        return CHINCHILLA_LAW.loss_with_repetition(size, param_tokens / size, unique_tokens)
+
+    return min(models, key=loss)
 
 
 def auto_size(
@@ -314,9 +318,8 @@ def fit_token_seconds(
     Two of `models` are benchmarked, in a small part of `seconds`: one that is probably the best for a text of
     `unique_tokens`, and a smaller one. Others follow from their operations.
     """
-    guess = _guess_size(models, seconds, unique_tokens)
+    large = _guess_model(models, seconds, unique_tokens)
     by_size = sorted(models, key=lambda c: c.parameter_count())
-    large = next((c for c in reversed(by_size) if c.parameter_count() <= guess), by_size[0])
     small = next((c for c in reversed(by_size) if c.parameter_count() <= large.parameter_count() / 4), by_size[0])
     points = []  # logarithms of the operations and the seconds per token
     for config in {c.hidden_size: c for c in (small, large)}.values():

@@ -61,6 +61,7 @@ def test_small_models_have_short_sequences():
     assert batch_settings(tiny, 1e9, {}) == {"max_seq_length": 64, "batch_size": 128}
     lengths = [batch_settings(load_preset("1m"), tokens, {})["max_seq_length"] for tokens in (1e6, 1e7, 1e8)]
     assert lengths == [128, 512, 512]
+    assert batch_settings(load_preset("5m"), 1e6, {})["max_seq_length"] == 256
 
 
 def test_explicit_settings_are_kept(machine):
@@ -191,7 +192,7 @@ def test_a_large_model_of_a_short_text_has_dropout(steady):
 
 def test_less_text_gives_a_smaller_model(steady):
     sizes = [budget.auto_size(36_000.0, tokens, 1024, {})[2].parameters for tokens in (10**6, 10**5, 10**4, 10**3)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1]
+    assert sizes[0] > sizes[1] > sizes[2] > sizes[3]
 
 
 def test_more_processes_train_on_more_tokens(steady):
