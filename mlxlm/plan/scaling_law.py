@@ -13,7 +13,7 @@ _TOKEN_DECAY = 15.39  # epochs after which another one adds little (Muennighoff 
 # The same for the choice of a model, and for parameters as multiples of those that are compute-optimal for the text.
 # Muennighoff et al. have 15.39 and 5.31 for models without dropout and with little weight decay. With more of both,
 # larger models and fewer epochs were better, see docs/recipes.md.
-_REGULARIZED_TOKEN_DECAY, _REGULARIZED_PARAMETER_DECAY = 10.0, 50.0
+_REGULARIZED_TOKEN_DECAY, _REGULARIZED_PARAMETER_DECAY = 7.0, 50.0
 FULL_VALUE_EPOCHS = 4.0  # up to here, repeated text is nearly as good as new text (the same)
 
 Number = TypeVar("Number", float, np.ndarray)

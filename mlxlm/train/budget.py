@@ -36,11 +36,11 @@ _MUON_STEP_TOKENS = 1024  # up to here, twice as many as AdamW has
 _MAX_ROWS = 32
 _SHORT, _LONG = 256, 512  # tokens of a sequence; long ones if a step still has two of them
 # (parameters, longest sequence) of small models, which make little use of a longer context, and of somewhat larger ones
-# if a step would have fewer than _ROWS short sequences. Tinyshakespeare, one run each, bits per byte and seconds of CPU
+# if a step would have fewer than _ROWS long sequences. Tinyshakespeare, one run each, bits per byte and seconds of CPU
 # time: 600,000 tokens, 512 in a step, 80k parameters with sequences of 256 tokens 2.682 and 62, of 128 2.633 and 62, of
 # 64 2.614 and 49; 280k parameters with 256 2.516 and 121, with 128 2.458 and 117; 2.5 million tokens, 1,024 in a step,
-# 0.93M parameters with 256 2.144 and 578, with 128 2.117 and 509.
-_SMALL_MODELS, _FEW_ROWS = ((100_000, 64), (500_000, 128)), (2_000_000, 128)
+# 0.93M parameters with 256 2.144 and 578, with 128 2.117 and 509. The last fifth of the steps with 512 did nothing.
+_SMALL_MODELS, _FEW_ROWS = ((100_000, 64), (500_000, 128)), (4_000_000, 128)
 _ROWS = 8
 _MIN_TOKENS = 100 * _SHORT  # with fewer, a model learns little more than the frequencies of tokens
 _RECOMMENDED_TOKENS = 1000 * _SHORT  # for the hint to someone who has too little time
@@ -51,7 +51,7 @@ _BYTES_PER_TOKEN = 3  # a guess for small vocabularies
 _OCCURRENCES, _MIN_VOCAB_SIZE = 128, 512  # see `guess_vocab_size`
 # A model with many parameters for each token of the text memorizes it in a few epochs, see docs/recipes.md.
 _DROPOUT, _DROPOUT_EPOCHS, _DROPOUT_PARAMETERS = 0.1, 5, 2
-_EQUAL_LOSS = 0.005  # relative: of nearly equal losses, the smallest model wins, which memorizes less of a short text
+_EQUAL_LOSS = 0.002  # relative: of nearly equal losses, the smallest model wins, which memorizes less of a short text
 # Seconds for each of two sizes, and their fraction of the time: while other programs run, three short steps say little.
 _BENCHMARK_FRACTION, _MAX_BENCHMARK_SECONDS = 0.01, 3.0
 
@@ -124,7 +124,7 @@ def batch_settings(config: ModelConfig, tokens: float, values: Mapping[str, Any]
     values, parameters = dict(values), config.active_parameter_count()
     step_tokens = tokens / _TARGET_STEPS
     length = _LONG if step_tokens >= 2 * _LONG else _SHORT
-    limits = _SMALL_MODELS if step_tokens >= _ROWS * _SHORT else (*_SMALL_MODELS, _FEW_ROWS)
+    limits = _SMALL_MODELS if step_tokens >= _ROWS * _LONG else (*_SMALL_MODELS, _FEW_ROWS)
     length = next((short for most, short in limits if parameters <= most), length)
     if values.get("optimizer") == "muon":
         step_tokens = max(step_tokens, min(_MUON_STEP_TOKENS, 2 * step_tokens))
