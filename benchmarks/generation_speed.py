@@ -3,18 +3,20 @@
     python benchmarks/generation_speed.py [--sizes 26m 110m 500m] [--contexts 0 2048 8192] [--rounds 3] [--model DIR]
 
 Models with random weights are written at 16 and 4 bits. `--peers mlx_lm pytorch` adds transformers on PyTorch, on
-CUDA where it can, at 16 bits, if they are installed. "share" is how much of the measured memory bandwidth mlxlm's
-decoding reaches: a token reads every weight, and the keys and values of the context. On a GPU, memory is that of
-MLX's or PyTorch's allocator. Every measurement is a new process, in turn, with mlx_lm as installed and the defaults
-of both. The context before decoding is random keys and values in the caches, because mlx_lm would take an hour to
-read 8,192 tokens; prompts are measured separately. Decoding runs for `--seconds` or `--tokens`, whichever is reached
-first.
+CUDA where it can, at 16 bits, if they are installed. `--model FILE.gguf --peers llama_cpp` compares with llama.cpp
+(`pip install llama-cpp-python`), with a thread for each core. "share" is how much of the measured memory bandwidth
+mlxlm's decoding reaches: a token reads every weight, and the keys and values of the context. On a GPU, memory is that
+of MLX's or PyTorch's allocator. Every measurement is a new process, in turn, with mlx_lm as installed and the defaults
+of both. The context before decoding is random keys and values in the caches, because mlx_lm would take an hour to read
+8,192 tokens; llama.cpp reads it. Prompts are measured separately. Decoding runs for `--seconds` or `--tokens`,
+whichever is reached first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from common import median, report, spread, timed_command
 
-PEERS = ("mlxlm", "mlx_lm", "pytorch")  # the first is compared with each of the others
+PEERS = ("mlxlm", "mlx_lm", "pytorch", "llama_cpp")  # the first is compared with each of the others
 KINDS = {"prompt": "tokens/s", "decode": "tokens/s", "first_token": "s", "memory": "MB"}
 VOCAB_SIZE = 32_000
 SIZES = {  # hidden size, layers, heads, key heads, feed-forward: Llama's proportions
@@ -49,7 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="maximum number of tokens to decode")
     parser.add_argument("--seconds", type=float, default=8.0, help="maximum time to decode")
-    parser.add_argument("--model", type=Path, help="use this model folder instead")
+    parser.add_argument("--model", type=Path, help="use this folder or GGUF file instead")
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, metavar="DIR", help="only write the first size's models into DIR")
     options = parser.parse_args()
@@ -144,8 +146,8 @@ def worker(peer: str, path: str, context: str, *limits: str) -> None:
     prompt, tokens, seconds = limits
     start = time.perf_counter()
     context_length, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
-    open_peer = {"mlxlm": open_mlxlm, "mlx_lm": open_mlx_lm, "pytorch": open_pytorch}[peer]
-    generate = open_peer(Path(path))
+    openers = {"mlxlm": open_mlxlm, "mlx_lm": open_mlx_lm, "pytorch": open_pytorch, "llama_cpp": open_llama_cpp}
+    generate = openers[peer](Path(path))
     next(generate(ids, 0, 2))
     first = time.perf_counter() - start
     start = time.perf_counter()
@@ -167,6 +169,8 @@ def worker(peer: str, path: str, context: str, *limits: str) -> None:
 
 def gpu_memory(peer: str) -> int | None:
     """Peak bytes of the allocator on a GPU; None on a CPU."""
+    if peer == "llama_cpp":
+        return None
     if peer == "pytorch":
         import torch
 
@@ -195,13 +199,13 @@ def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     from mlxlm.generation.decoding import Batch, Row
 
     model = mlxlm.load(path).model
-    step = DecodeStep(model)
+    step, heads = DecodeStep(model), (model.config.num_key_value_heads, model.config.head_dim)
 
     def generate(ids: list[int], context_length: int, n: int) -> Iterator:
         context = Context(model)
         if context_length:
             with context.transaction() as read:
-                fill(context.caches, model, path, context_length)
+                fill(context.caches, model, *heads, context_length)
                 read.extend(range(context_length))  # any tokens that the prompt begins with
         context.read(ids[:-1])
         row, batch = Row([*range(context_length), *ids], n), Batch(step, UNLIMITED, None)
@@ -220,12 +224,12 @@ def open_mlx_lm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(path)
+    model, config = load_model(path)
 
     def generate(ids: list[int], context_length: int, n: int) -> Iterator:
         caches = make_prompt_cache(model)
         if context_length:
-            fill(caches, model, path, context_length)
+            fill(caches, model, config["num_key_value_heads"], config["head_dim"], context_length)
         return generate_step(mx.array(ids), model, max_tokens=n, prompt_cache=caches)
 
     return generate
@@ -255,12 +259,29 @@ def open_pytorch(path: Path) -> Callable[[list[int], int, int], Iterator]:
     return generate
 
 
-def fill(caches: list, model, path: Path, context_length: int) -> None:
+def open_llama_cpp(path: Path) -> Callable[[list[int], int, int], Iterator]:
+    import numpy as np
+    from llama_cpp import Llama, llama_get_logits
+
+    model = Llama(str(path), n_ctx=0, n_batch=512, n_threads=os.cpu_count(), verbose=False)
+
+    def generate(ids: list[int], context_length: int, n: int) -> Iterator:
+        model.reset()
+        model.eval([*((7 * i) % 1000 for i in range(context_length)), *ids])
+        for _ in range(n):
+            logits = np.ctypeslib.as_array(llama_get_logits(model.ctx), (model.n_vocab(),))
+            token = int(logits.argmax())
+            yield token
+            model.eval([token])
+
+    return generate
+
+
+def fill(caches: list, model, kv_heads: int, head_dim: int, context_length: int) -> None:
     """Fill the caches with random keys and values, in the dtype of the model."""
     import mlx.core as mx
 
-    config = json.loads((path / "config.json").read_text())
-    shape = (1, config["num_key_value_heads"], context_length, config["head_dim"])
+    shape = (1, kv_heads, context_length, head_dim)
     dtype = model(mx.array([[1]])).dtype
     for layer, cache in enumerate(caches):
         random = (mx.random.normal(shape, key=mx.random.key(2 * layer + i)) for i in range(2))
