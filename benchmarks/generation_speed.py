@@ -145,7 +145,7 @@ def worker(peer: str, path: str, context: str, *limits: str) -> None:
     """Measure in this process and print one JSON line. The first token's time includes imports and loading."""
     prompt, tokens, seconds = limits
     start = time.perf_counter()
-    context_length, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
+    context_length, ids = int(context), token_ids(int(prompt))
     openers = {"mlxlm": open_mlxlm, "mlx_lm": open_mlx_lm, "pytorch": open_pytorch, "llama_cpp": open_llama_cpp}
     generate = openers[peer](Path(path))
     next(generate(ids, 0, 2))
@@ -165,6 +165,10 @@ def worker(peer: str, path: str, context: str, *limits: str) -> None:
     if peer == "mlxlm":
         measured["share"] = share_of_bandwidth(Path(path), context_length + len(times) // 2, decode)
     print(json.dumps(measured))
+
+
+def token_ids(count: int) -> list[int]:
+    return [(7 * i) % 1000 for i in range(count)]
 
 
 def gpu_memory(peer: str) -> int | None:
@@ -267,7 +271,7 @@ def open_llama_cpp(path: Path) -> Callable[[list[int], int, int], Iterator]:
 
     def generate(ids: list[int], context_length: int, n: int) -> Iterator:
         model.reset()
-        model.eval([*((7 * i) % 1000 for i in range(context_length)), *ids])
+        model.eval([*token_ids(context_length), *ids])
         for _ in range(n):
             logits = np.ctypeslib.as_array(llama_get_logits(model.ctx), (model.n_vocab(),))
             token = int(logits.argmax())

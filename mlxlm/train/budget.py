@@ -39,7 +39,7 @@ _SHORT, _LONG = 256, 512  # tokens of a sequence; long ones if a step still has 
 # if a step would have fewer than _ROWS long sequences. Tinyshakespeare, one run each, bits per byte and seconds of CPU
 # time: 600,000 tokens, 512 in a step, 80k parameters with sequences of 256 tokens 2.682 and 62, of 128 2.633 and 62, of
 # 64 2.614 and 49; 280k parameters with 256 2.516 and 121, with 128 2.458 and 117; 2.5 million tokens, 1,024 in a step,
-# 0.93M parameters with 256 2.144 and 578, with 128 2.117 and 509. The last fifth of the steps with 512 did nothing.
+# 0.93M parameters with 256 2.144 and 578, with 128 2.117 and 509. Longer ones in the last steps were no better.
 _SMALL_MODELS, _FEW_ROWS = ((100_000, 64), (500_000, 128)), (4_000_000, 128)
 _ROWS = 8
 _MIN_TOKENS = 100 * _SHORT  # with fewer, a model learns little more than the frequencies of tokens

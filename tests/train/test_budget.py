@@ -168,7 +168,7 @@ def test_model_is_compute_optimal(steady):
 
 def test_short_text_in_minutes_gets_a_small_model(steady):
     config, settings, _ = budget.auto_size(180.0, 430_000, 1024, {})
-    assert 4e5 < config.parameter_count() < 8e5  # 0.53M parameters: 2.126 bits per byte, 0.32M 2.148, 0.84M 2.154
+    assert 6e5 < config.parameter_count() < 8e5  # 0.53M parameters: 2.126 bits per byte, 0.32M 2.148, 0.84M 2.154
     assert settings["batch_size"] * settings["max_seq_length"] <= 2048
 
 
